@@ -5,12 +5,14 @@
 
 In a page, what stands between one of these lines and the line `<!-- end -->` is written here:
 
-    <!-- fields: planner.formats.profile.Profile -->   tables of the fields of that record and its parts
+    <!-- fields: planner.formats.profile.Profile -->   tables of the fields of that record and its
+                                                       parts
     <!-- verbs: plan -->                               a table of all verbs
     <!-- options: plan solve -->                       tables of a verb's arguments and options
     <!-- devices: all -->                              a table of the devices that estimates know
     <!-- script: one_host.sh -->                       that file of docs/scripts
-    <!-- api: planner -->                              signatures and docstrings of a module's public names
+    <!-- api: planner -->                              signatures and docstrings of a module's
+                                                       public names
     <!-- notebook: notebook.ipynb -->                  the cells of that notebook of docs/examples
     <!-- recording: solve-vgg -->                      a session of docs/recordings
 

@@ -12,7 +12,8 @@ each:
 
     profile, estimate    cost of each layer, measured on this device or estimated for another
     fit                  from a model's name: does it fit, how to split it, how fast is it
-    cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
+    cluster              GPUs and links, as the command line describes them; also flat_cluster,
+                         hierarchical_cluster
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan

@@ -41,23 +41,28 @@ def checked_arguments(
     takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
     def check(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        unknown = next((name for name in keywords if name not in parameters), None)
-        if unknown is not None and not takes_others:
+        unknown = [name for name in keywords if name not in parameters]
+        if unknown and not takes_others:
             raise InputError(
-                f"planner.{function.__name__} takes no argument `{unknown}`",
-                hint=f"{did_you_mean(unknown, names)}help(planner.{function.__name__}) shows all",
+                f"planner.{function.__name__} takes no argument `{unknown[0]}`",
+                hint=f"{did_you_mean(unknown[0], names)}help(planner.{function.__name__}) shows "
+                "all",
             )
         for name, value in (*zip(names, arguments, strict=False), *keywords.items()):
-            wanted = _classes(function, name)
-            if wanted and not isinstance(value, tuple(wanted.values())):
-                words = " or ".join(each for each in wanted if each != "None")
-                raise InputError(
-                    f"`{name}` of {function.__name__} takes {words}, and was given "
-                    f"{type(value).__name__}",
-                    hint=f"help(planner.{function.__name__}) shows what goes where",
-                )
+            _check_class(function, name, value)
 
     return check
+
+
+def _check_class(function: Callable[..., Any], name: str, value: object) -> None:
+    """Raise InputError for a value of a class that a parameter's annotation does not name."""
+    wanted = _classes(function, name)
+    if wanted and not isinstance(value, tuple(wanted.values())):
+        words = " or ".join(each for each in wanted if each != "None")
+        raise InputError(
+            f"`{name}` of {function.__name__} takes {words}, and was given {type(value).__name__}",
+            hint=f"help(planner.{function.__name__}) shows what goes where",
+        )
 
 
 @cache
@@ -73,4 +78,6 @@ def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
     # of classes: "pathlib.Path"
     parts = [part.rpartition(".")[2] if "[" not in part else part for part in parts]
     found = {part: known.get(part) for part in parts}
-    return found if all(isinstance(each, type) for each in found.values()) else {}
+    if all(isinstance(each, type) for each in found.values()):
+        return found
+    return {}

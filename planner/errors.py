@@ -36,7 +36,9 @@ class PlannerError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        if not self.hint:
+            return self.message
+        return f"{self.message}\nhint: {self.hint}"
 
 
 class InputError(PlannerError):
@@ -105,7 +107,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the question that begins a hint: which of the known names could have been meant; ""
     where none.
     """
-    names, given = list(known), given.lower()
+    names = list(known)
+    given = given.lower()
     alike = [name for name in names if given in name] or get_close_matches(given, names, 3)
     return f"did you mean {' or '.join(alike)}? " if alike else ""
 
@@ -117,8 +120,6 @@ def first_line(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return type and first line of an error: "KeyError: 'x'"."""
-    return (
-        f"{type(error).__name__}: {first_line(error)}"
-        if str(error).strip()
-        else type(error).__name__
-    )
+    if str(error).strip():
+        return f"{type(error).__name__}: {first_line(error)}"
+    return type(error).__name__

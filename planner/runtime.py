@@ -21,7 +21,8 @@ from planner.formats.names import GPU_KINDS
 TRIED = ("cpu", "cuda")  # kinds on which this package has ever trained anything
 _MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
 # beside it for small requests, and what these are at most
-_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20
+_SMALL_BYTES = 64 << 20
+_SMALL_PIECE_BYTES = 1 << 20
 
 
 class Event(Protocol):
@@ -214,10 +215,14 @@ class Accelerator(Runtime):
         return bool(self._module.is_available())
 
     def count(self) -> int:
-        return int(self._module.device_count()) if self.available() else 0
+        if not self.available():
+            return 0
+        return int(self._module.device_count())
 
     def current_index(self) -> int:
-        return int(self._module.current_device()) if self.available() else 0
+        if not self.available():
+            return 0
+        return int(self._module.current_device())
 
     def properties(self, device: torch.device) -> Any:
         return self._module.get_device_properties(device)
@@ -346,7 +351,8 @@ def kinds_here() -> tuple[str, ...]:
 def check_kind(kind: str) -> None:
     """Raise InputError for a kind of device that this package cannot use anywhere."""
     if kind not in known_kinds():
-        here, tried = " and ".join(kinds_here()), " and ".join(TRIED)
+        here = " and ".join(kinds_here())
+        tried = " and ".join(TRIED)
         problem = f"`device={kind}` is no kind of device: PyTorch offers {here} here, could offer "
         problem += (
             f"{', '.join(known_kinds())}, and of all these {tried} have been tried with planner"
@@ -363,6 +369,9 @@ def library_versions() -> str:
     """Return the versions of what PyTorch was built for, as "CUDA 12.8, NCCL 2.27.3"."""
     others = {"ROCm": torch.version.hip, "XPU": torch.version.xpu}
     found = dist.is_nccl_available() and bool(torch.version.cuda or torch.version.hip)
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if found else "none"  # type: ignore[no-untyped-call]
+    nccl = "none"
+    if found:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, version))
     more = "".join(f", {name} {version}" for name, version in others.items() if version)
     return f"CUDA {torch.version.cuda or 'none'}, NCCL {nccl}{more}"

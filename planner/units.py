@@ -123,7 +123,9 @@ def as_fast(ratio: float) -> str:
     fast".
     """
     times = format_times(ratio)
-    return "as fast" if times == "1.00x" else f"{times.removesuffix('x')} times as fast"
+    if times == "1.00x":
+        return "as fast"
+    return f"{times.removesuffix('x')} times as fast"
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -234,7 +234,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_options_take_texts_as_their_flags_do(profile: planner.Profile) -> None:
-    assert planner.SolveOptions(time_limit_s="250ms", tensor="1,2").time_limit_s == 0.25  # type: ignore[arg-type]
+    options = planner.SolveOptions(
+        time_limit_s="250ms",  # type: ignore[arg-type]
+        tensor="1,2",  # type: ignore[arg-type]
+    )
+    assert options.time_limit_s == 0.25
     with pytest.raises(InputError, match="time '5' has no unit"):
         planner.SolveOptions(time_limit_s="5")  # type: ignore[arg-type]
     described = planner.cluster(

@@ -42,6 +42,19 @@ def test_records_and_dataclasses_are_replaced_by_one_function() -> None:
     assert found == below
 
 
+def test_no_line_is_wider_than_a_page() -> None:
+    """ruff's E501 does not count a comment for a checker, `# type: ignore`, at a line's end."""
+    root = PACKAGE.parent
+    wide = [
+        f"{path.relative_to(root)}:{number}"
+        for folder in ("planner", "tests", "benchmarks")
+        for path in sorted((root / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if len(line) > 100
+    ]
+    assert not wide
+
+
 def test_only_the_command_line_knows_flags() -> None:
     """Messages of the library name arguments, `steps=0`; `planner.cli.output` shows them as
     flags.

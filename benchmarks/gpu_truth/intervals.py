@@ -1,6 +1,7 @@
 """Make the table of judged errors that answers take their intervals from.
 
-    python -m benchmarks.gpu_truth.intervals             # judged_rows.csv -> planner/plan/judged_errors.json
+    python -m benchmarks.gpu_truth.intervals             # judged_rows.csv
+                                                         # -> planner/plan/judged_errors.json
     python -m benchmarks.gpu_truth.intervals --measure   # predicts all rows again first
 
 An interval is the shortest that holds 80% of a set's rows, and of the one that comes next: 0.8 of

@@ -1,9 +1,10 @@
 """Re-measure every number that README, docs/benchmarks.md's first table and docs/gpu-truth.md
 state.
 
-python -m benchmarks.headlines                  # compare; exit status 1 where one is worse by more than its spread
-python -m benchmarks.headlines --write          # and state today's numbers: headlines.json and the pages
-python -m benchmarks.headlines --pages          # write the stated numbers into the pages, and measure nothing
+python -m benchmarks.headlines            # compare; exit status 1 where one is worse by more than
+                                          # its spread
+python -m benchmarks.headlines --write    # and state today's numbers: headlines.json and the pages
+python -m benchmarks.headlines --pages    # write the stated numbers into the pages; measure nothing
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 <!--number: quickstart.speedup-->1.29<!--/-->      the number as pages show it
 <!--date: quickstart.speedup-->2026-11-23<!--/-->  when it was measured
 <!--table: all--> ... <!--/table-->                every number, with its kind and date
-<!--table: gpu--> ... <!--/table-->                errors of estimates against published runs, a line per source
+<!--table: gpu--> ... <!--/table-->                errors of estimates against published runs, a
+                                                   line per source
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def host() -> dict[str, float]:
     """Measure what a worker's host spends on a microbatch beyond its stage's operations."""
     script = (
         "import torch; torch.set_num_threads(1)\n"
-        "from benchmarks.speed.overhead.__main__ import measure\nfrom benchmarks.speed.overhead.cases import "
-        "CASES\n"
+        "from benchmarks.speed.overhead.__main__ import measure\n"
+        "from benchmarks.speed.overhead.cases import CASES\n"
         "for case in CASES: print(case.name, measure(case, 40, 64).total_us, sep='\\t')"
     )
     lines = run([sys.executable, "-c", script]).out.strip().splitlines()

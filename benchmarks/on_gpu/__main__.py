@@ -1,9 +1,10 @@
 """Measure what the package does on a GPU, a part at a time. See README.md in this folder.
 
-python -m benchmarks.on_gpu                                # all parts, into the folder beside this file
+python -m benchmarks.on_gpu                       # all parts, into the folder beside this file
 python -m benchmarks.on_gpu models --only "gpt2 32 bfloat16"
 python -m benchmarks.on_gpu kernels host --output /tmp/on_gpu
-python -m benchmarks.on_gpu --tables                       # measures nothing; writes the pages from what was kept
+python -m benchmarks.on_gpu --tables              # measures nothing; writes the pages from what
+                                                  # was kept
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ def measure(show: Callable[[str, Row | Communicators], None]) -> None:
         show(f"kernels loaded {name}", Row(**json.loads(said.stdout)))
     for kind in KINDS:
         queue = multiprocessing.get_context("spawn").SimpleQueue()
-        start_processes(_make_groups, (kind, free_port(), queue), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        start_processes(  # type: ignore[no-untyped-call]
+            _make_groups, (kind, free_port(), queue), nprocs=RANKS
+        )
         show(f"communicators for {kind}", Communicators(queue.get()))
 
 
@@ -95,7 +97,8 @@ def _uses() -> Iterator[str]:
     convolution(torch.randn(8, 64, 32, 32, device="cuda")).sum().backward()
     yield "a convolution"
     query = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+    total = F.scaled_dot_product_attention(query, query, query, is_causal=True).sum()
+    total.backward()  # type: ignore[no-untyped-call]
     yield "attention"
     torch.optim.AdamW(convolution.parameters()).step()
     yield "AdamW"

@@ -21,8 +21,8 @@ from planner.version import __version__
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _HINT = (
-    "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=3.0, \
-parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
+    "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_compute_time=2.0, "
+    "activation_size=3.0, parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
 )
 
 

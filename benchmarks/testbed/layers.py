@@ -174,9 +174,13 @@ class EmulatedLayer(nn.Module):
         """Sleep, and return the output."""
         # Made before the rest: autograd runs what was made last first, so the weight's gradient
         # comes at the end.
-        weight = _OfWeight.apply(self.weight, self, value.requires_grad)  # type: ignore[no-untyped-call]
+        weight = _OfWeight.apply(  # type: ignore[no-untyped-call]
+            self.weight, self, value.requires_grad
+        )
         output = _OfInput.apply(value, self)  # type: ignore[no-untyped-call]
-        result: Tensor = _Joined.apply(output, weight, value.detach(), self)  # type: ignore[no-untyped-call]
+        result: Tensor = _Joined.apply(  # type: ignore[no-untyped-call]
+            output, weight, value.detach(), self
+        )
         return result
 
     def buffer(self, *shape: int) -> Tensor:

@@ -55,7 +55,8 @@ def compare_runs(simulated: Timeline, measured: Timeline) -> RunComparison:
 def check_same_run(simulated: Timeline, measured: Timeline) -> None:
     """Raise InputError if a run is of another plan than the simulated one."""
     for field in ("config", "schedule", "ranks", "microbatches"):
-        expected, found = getattr(simulated, field), getattr(measured, field)
+        expected = getattr(simulated, field)
+        found = getattr(measured, field)
         if expected != found:
             raise InputError(
                 f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'",

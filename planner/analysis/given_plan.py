@@ -357,8 +357,6 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
 
 def _blocks(profile: Profile) -> list[range]:
     blocks = blocks_of(profile)
-    return (
-        blocks
-        if len(blocks) > 1
-        else [range(number, number + 1) for number in range(len(profile.layers))]
-    )
+    if len(blocks) > 1:
+        return blocks
+    return [range(number, number + 1) for number in range(len(profile.layers))]

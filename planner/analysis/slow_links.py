@@ -1,8 +1,8 @@
 """What becomes of an answer where links are slower than their data sheet says.
 
-A rate of a data sheet is an upper bound that clusters miss by up to ten times. So the plan is priced
-again at a share of it, and other plans are searched for there. Slower links make no plan faster: a
-plan that takes no longer on them is the fastest there, too, without a search.
+A rate of a data sheet is an upper bound that clusters miss by up to ten times. So the plan is
+priced again at a share of it, and other plans are searched for there. Slower links make no plan
+faster: a plan that takes no longer on them is the fastest there, too, without a search.
 """
 
 from collections.abc import Sequence

@@ -154,7 +154,9 @@ def _check_group(sharding: Sharding, replicas: int, given: Any) -> None:
     if problem is None:
         return
     sizes = [str(size) for size in range(2, replicas) if replicas % size == 0]
-    some = f"groups of {' or '.join(sizes)} of all {replicas}" if sizes else "more replicas"
+    some = "more replicas"
+    if sizes:
+        some = f"groups of {' or '.join(sizes)} of all {replicas}"
     raise InputError(f"`shard_optimizer={given}`: {problem}", hint=f"take level 2 or 3, and {some}")
 
 

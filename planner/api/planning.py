@@ -79,7 +79,8 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
+        >>> links = "pcie4,10Gbps"
+        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth=links).gpus
         8
     """
     described = _described(options, profile)
@@ -90,7 +91,9 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
     if options.sequence_parallel:
         _check_divides(profile)
         described = replace(described, sequence_parallel=True)
-    return described if profile is None else cluster_for(profile, described)
+    if profile is None:
+        return described
+    return cluster_for(profile, described)
 
 
 def _described(options: ClusterOptions, profile: Profile | None) -> Cluster:
@@ -251,7 +254,8 @@ def price(
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.price(profile, planner.flat_cluster(4, "1Gbps"), [20, 3], replicas=[3, 1]).config
+        >>> cluster = planner.flat_cluster(4, "1Gbps")
+        >>> planner.price(profile, cluster, [20, 3], replicas=[3, 1]).config
         '3-1'
     """
     if not isinstance(stages, OwnPlan):
@@ -283,7 +287,8 @@ def compare_schedules(
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
         >>> cluster = planner.flat_cluster(2, "1Gbps")
-        >>> rows = planner.compare_schedules(profile, cluster, schedules=["gpipe", "1f1b-flush"]).rows
+        >>> names = ["gpipe", "1f1b-flush"]
+        >>> rows = planner.compare_schedules(profile, cluster, schedules=names).rows
         >>> [str(row.schedule) for row in rows]
         ['gpipe', '1f1b-flush']
     """
@@ -314,12 +319,16 @@ def show(
         model      vgg16
     """
     what = file if isinstance(file, Plan | Profile) else plan_or_profile(file)
-    return plan_report(what) if isinstance(what, Plan) else profile_report(what, by=by, top=top)
+    if isinstance(what, Plan):
+        return plan_report(what)
+    return profile_report(what, by=by, top=top)
 
 
 def plan_or_profile(path: str | Path) -> Plan | Profile:
     """Read a file, which holds one or the other."""
-    return load_profile(path) if is_profile(Path(path)) else load_plan(path)
+    if is_profile(Path(path)):
+        return load_profile(path)
+    return load_plan(path)
 
 
 @keywords_of(ReportOptions)

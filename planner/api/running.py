@@ -336,9 +336,9 @@ def plan_left(plan: Plan) -> tuple[Plan, str]:
     """
     own = plan.on_gpus(int(os.environ["WORLD_SIZE"]))
     share = plan.predicted.seconds_per_minibatch / own.predicted.seconds_per_minibatch
-    speed = (
-        f"{share:.0%} of the speed" if own.cluster.gpus < plan.cluster.gpus else "the whole speed"
-    )
+    speed = "the whole speed"
+    if own.cluster.gpus < plan.cluster.gpus:
+        speed = f"{share:.0%} of the speed"
     return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 

@@ -27,7 +27,8 @@ def _read() -> tuple[dict[str, Config], dict[str, str]]:
     kinds = json.loads(
         resources.files("planner.catalog").joinpath("models.json").read_text(encoding="utf-8")
     )
-    models, aliases = dict[str, Config](), dict[str, str]()
+    models = dict[str, Config]()
+    aliases = dict[str, str]()
     for kind, known in kinds.items():
         aliases |= known.get("aliases", {})
         for name, sizes in known["sizes"].items():
@@ -108,9 +109,10 @@ def find_model(name: str) -> NamedModel:
     """Return the model of a name in `MODELS`, a class of transformers or a config.json; raise
     InputError for others.
     """
-    plain = (
-        name.lower() if name.lower() in MODELS else _BESIDES.sub("", name.lower().replace("_", "-"))
-    )
+    if name.lower() in MODELS:
+        plain = name.lower()
+    else:
+        plain = _BESIDES.sub("", name.lower().replace("_", "-"))
     if name.endswith(".json"):
         found = _of_file(Path(name))
     elif (config := MODELS.get(ALIASES.get(plain, plain))) is not None:

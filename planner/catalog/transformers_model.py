@@ -34,7 +34,8 @@ def build_model() -> nn.Module:
 def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
     """Return random tokens or images, and labels; the model computes its loss itself."""
     config = _config()
-    name, read = config.architectures[0], _class(config).main_input_name
+    name = config.architectures[0]
+    read = _class(config).main_input_name
     if read == "input_ids":
         inputs = torch.randint(0, config.vocab_size, (batch_size, LENGTH))
     elif read == "pixel_values":

@@ -76,7 +76,9 @@ def add_options(
 def _written(default: Any) -> str:
     if default in (None, (), MISSING) or default is False:
         return ""
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default)
 
 
 def _by_type(kind: Any, option: Option) -> dict[str, Any]:
@@ -95,7 +97,9 @@ def _by_type(kind: Any, option: Option) -> dict[str, Any]:
     keywords = {"metavar": option.metavar, "type": option.parse or kind}
     if option.repeat:
         return keywords | {"action": "append"}
-    return keywords if option.const is None else keywords | {"nargs": "?", "const": option.const}
+    if option.const is None:
+        return keywords
+    return keywords | {"nargs": "?", "const": option.const}
 
 
 def given_options(record: type, args: argparse.Namespace) -> dict[str, Any]:

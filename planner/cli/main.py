@@ -35,8 +35,8 @@ VERBS: tuple[Callable[[Any], None], ...] = (
 )
 
 DESCRIPTION = """\
-Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
-your GPUs, and train it that way.
+Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages
+and replicas over your GPUs, and train it that way.
 
     plan profile model.py            measure each layer of the model on this device -> profile.json
     plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
@@ -139,7 +139,9 @@ def _run(arguments: list[str]) -> int:
         raise
     except (Exception, KeyboardInterrupt) as error:
         failure = _failure(error)
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
+        code = INTERRUPTED
+        if not isinstance(error, KeyboardInterrupt):
+            code = failure.exit_code
         # The answer of workers is that of all, after restarts. What fails after the answer adds
         # none to it.
         told = as_json and "RANK" not in os.environ and not answered()

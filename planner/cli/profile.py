@@ -23,20 +23,24 @@ from planner.options.training import TrainArguments
 from planner.profiler.estimated.devices import DEVICES
 
 DESCRIPTION = """\
-Measure what each layer of the model costs in training on this device: the times of forward, backward and update, the
-bytes of outputs, weights and saved activations. The other verbs need only this profile, here or on another machine.
+Measure what each layer of the model costs in training on this device: the times of forward,
+backward and update, the bytes of outputs, weights and saved activations. The other verbs need only
+this profile, here or on another machine.
 
     plan profile model.py --batch-size 32
 
-With --estimate nothing is measured, and the device need not be there: times are computed from the arithmetic and the
-memory traffic of each operation, with a table of devices. They are rough, and the profile says that they are estimated.
+With --estimate nothing is measured, and the device need not be there: times are computed from the
+arithmetic and the memory traffic of each operation, with a table of devices. They are rough, and
+the profile says that they are estimated.
 
     plan profile model.py --batch-size 32 --estimate --device v100
 
-With --links no model is profiled: the links between hosts are measured, point to point and in all-reduces, and written
-to a cluster.json for `plan solve --cluster`. Start it on each host with torchrun:
+With --links no model is profiled: the links between hosts are measured, point to point and in
+all-reduces, and written to a cluster.json for `plan solve --cluster`. Start it on each host with
+torchrun:
 
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        -m planner profile --links
 """
 
 _ONLY_ESTIMATES = ("device_file", "host")

@@ -18,25 +18,27 @@ from planner.profiler.estimated.devices import DEVICES
 from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
-Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
-candidates and a lower bound. Simulating the candidates' schedules chooses among them, and the answer says how far it is
-from the bound. A plan uses no more GPUs than its speed needs.
+Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by
+the cost model finds candidates and a lower bound. Simulating the candidates' schedules chooses
+among them, and the answer says how far it is from the bound. A plan uses no more GPUs than its
+speed needs.
 
     plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
     plan solve --run run.json -o next.json         # plan.json's cluster, as a run measured it
 """
 FIT = """\
-Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what baselines would give,
-and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what
+baselines would give, and how few GPUs would do. All numbers are estimates: nothing is measured, and
+no weights are made or downloaded.
 
     plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
     plan fit llama-7b --gpus 8 --gpu a100-80gb     # one server of 8
     plan fit path/to/config.json --servers 2 --gpus-per-server 8 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090
 
-A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py, which builds that
-model; profile.json and plan.json are left beside it, for the other verbs.
+A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py,
+which builds that model; profile.json and plan.json are left beside it, for the other verbs.
 """
 NEXT = """\
 {folder} holds {files}profile.json and plan.json. Next:
@@ -45,11 +47,14 @@ NEXT = """\
   plan report                                   # all of it, with a timeline
   {train:45} # on those GPUs, with a dataset() in {model}"""
 PRICE = """\
-Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
-or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
+Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`:
+what would my Megatron or DeepSpeed run give on this cluster? The plan is written like any other, so
+that it can be simulated and trained.
 
-    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth nvlink4,100Gbps
-    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
+    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 \\
+        --topology 8x2 --bandwidth nvlink4,100Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 \\
+        --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
 """
 
@@ -121,7 +126,10 @@ def solve(args: argparse.Namespace) -> int:
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
         run = measured.given(args)
-        cluster = arguments.cluster_of(args, profile) if run is None else run[1].cluster
+        if run is None:
+            cluster = arguments.cluster_of(args, profile)
+        else:
+            cluster = run[1].cluster
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
             plan = answer(Request(profile, cluster, options, clock))
@@ -137,10 +145,12 @@ def solve(args: argparse.Namespace) -> int:
 
 def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     """Return the line with which an answer ends: what to type next."""
-    named = "" if args.output == arguments.PLAN else f" --plan {shlex.quote(str(args.output))}"
-    profile = (
-        "" if args.profile == str(arguments.PROFILE) else f" --profile {shlex.quote(args.profile)}"
-    )
+    named = ""
+    if args.output != arguments.PLAN:
+        named = f" --plan {shlex.quote(str(args.output))}"
+    profile = ""
+    if args.profile != str(arguments.PROFILE):
+        profile = f" --profile {shlex.quote(args.profile)}"
     train = f", or plan train MODEL.py{named}" if plan.trainable else ""
     return f"next: plan report{named}{profile}{train}"
 
@@ -178,7 +188,9 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         yield "warning", *problem
     elif shared:
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
-        left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
+        left_out = ", which the prediction leaves out"
+        if plan.predicted.by == "simulation":
+            left_out = ""
         yield (
             "note",
             shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"),
@@ -209,7 +221,9 @@ def fit(args: argparse.Namespace) -> int:
         output.print_complaint("warning", *warning)
     code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:
-        return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
+        if answer.asked.unknown:
+            return PlannerError.exit_code
+        return InfeasibleError.exit_code
     if code:
         return code
     model = answer.model_file  # of another folder, with the way from here to there

@@ -32,19 +32,21 @@ if TYPE_CHECKING:
 TRAIN = """\
 Train the model as the plan says: one process per worker on this host.
 
-    plan train model.py --epochs 3                  # by plan.json, from `plan solve`
-    plan train model.py --epochs 3 --gpus 2         # profile and solve for 2 GPUs of this host first
+    plan train model.py --epochs 3              # by plan.json, from `plan solve`
+    plan train model.py --epochs 3 --gpus 2     # profile and solve for 2 GPUs of this host first
 
-On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
+On several hosts, start the same command on each with torchrun, and it runs as one of the plan's
+workers:
 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST0 --master-port 29500 \\
         -m planner train model.py --plan plan.json
 
-with --node-rank 1 on the second. (With --rdzv-backend c10d, torchrun assigns the ranks itself. But if the link to HOST0
-is cut, the workers end while torchrun on the host that is cut off waits for its store for ever.) Under Slurm, the tasks
-of `srun plan train ...` are the workers.
+with --node-rank 1 on the second. (With --rdzv-backend c10d, torchrun assigns the ranks itself. But
+if the link to HOST0 is cut, the workers end while torchrun on the host that is cut off waits for
+its store for ever.) Under Slurm, the tasks of `srun plan train ...` are the workers.
 
-Data comes from dataset() in the model file; without one, from random batches shaped like example_batch().
+Data comes from dataset() in the model file; without one, from random batches shaped like
+example_batch().
 """
 EXPORT = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
@@ -52,31 +54,35 @@ Write the plan's stage boundaries in the form that another pipeline system takes
     plan export --to megatron              its arguments
     plan export --to torchtitan            its configuration
 
-Neither of these systems supports stages with different numbers of replicas: exporting such a plan is an error.
-Neither stashes weights: comments in the file say how the system's training differs from the plan's.
+Neither of these systems supports stages with different numbers of replicas: exporting such a plan
+is an error. Neither stashes weights: comments in the file say how the system's training differs
+from the plan's.
 """
 QUICKSTART = """\
-Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's digits, train
-it again with DistributedDataParallel, and compare. The model, the profile and the plan stay in a folder to continue
-from.
+Profile VGG-16 on this machine, find the best plan for its GPUs or cores, train it on scikit-learn's
+digits, train it again with DistributedDataParallel, and compare. The model, the profile and the
+plan stay in a folder to continue from.
 """
 SELFTEST = """\
-Check on this machine that what the other verbs promise holds: messages arrive, models cut at every layer compute what
-they compute whole, workers train as one process does under every schedule, predicted memory is that measured, and a
-killed worker is told with its cause. Run it first on a new machine, and put its table into a bug report.
+Check on this machine that what the other verbs promise holds: messages arrive, models cut at every
+layer compute what they compute whole, workers train as one process does under every schedule,
+predicted memory is that measured, and a killed worker is told with its cause. Run it first on a new
+machine, and put its table into a bug report.
 
     plan selftest                        # the CPU, or the GPUs where there are any
     plan selftest --only links,failures  # some of the checks
 
-It takes some minutes, uses temporary files only, and needs no network. It is for one host: run it on each; `plan
-profile --links` under torchrun measures the links between them. The exit code is 1 if a row fails.
+It takes some minutes, uses temporary files only, and needs no network. It is for one host: run it
+on each; `plan profile --links` under torchrun measures the links between them. The exit code is 1
+if a row fails.
 """
 
 NEXT = """\
 {folder} holds model.py, profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, predictions, bottleneck
-  plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps   # the same model on another cluster
+  plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps   \
+# the same model on another cluster
   plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
 
 
@@ -134,9 +140,9 @@ def train(args: argparse.Namespace) -> int:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
-    continued = (
-        after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
-    )
+    continued = None
+    if as_worker or elastic:
+        continued = after_torchrun_restart(checkpoints, elastic=elastic)
     asked = arguments.read_options(
         TrainArguments,
         args,

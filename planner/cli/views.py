@@ -24,29 +24,31 @@ Show a plan or a profile: the files that the other verbs write.
     plan show profile.json --by time --top 10          the ten slowest layers
 """
 SIMULATE = """\
-Simulate a plan: follow the instructions of every worker, with the times and messages of the plan, on its cluster's
-links. Prints samples per second, the bubble, how busy each worker and link is, and each worker's peak memory.
+Simulate a plan: follow the instructions of every worker, with the times and messages of the plan,
+on its cluster's links. Prints samples per second, the bubble, how busy each worker and link is, and
+each worker's peak memory.
 
     plan simulate --minibatches 100
-    plan simulate --trace trace.json          open it at https://ui.perfetto.dev
-    plan simulate --against run.json          compare with what `plan train --trace run.json` recorded
+    plan simulate --trace trace.json       open it at https://ui.perfetto.dev
+    plan simulate --against run.json       compare with what `plan train --trace run.json` recorded
 """
 COMPARE = """\
-Compare a plan with what one would do without a planner: data parallelism, pipelines of equal blocks and of equal
-times, and GPipe with the plan's own stages. All are priced on the plan's cluster by the same cost model and by
-simulation. With --schedules or --microbatches, compare the best plans under several schedules on that cluster:
+Compare a plan with what one would do without a planner: data parallelism, pipelines of equal blocks
+and of equal times, and GPipe with the plan's own stages. All are priced on the plan's cluster by
+the same cost model and by simulation. With --schedules or --microbatches, compare the best plans
+under several schedules on that cluster:
 
     plan compare --schedules 1f1b-flush,zb-h1,gpipe --microbatches 4,8,16 --csv schedules.csv
 """
 EXPLAIN = """\
-Explain what limits a plan: the busiest resource, the slack of all others, and what more bandwidth, one more GPU or
-more memory would gain.
+Explain what limits a plan: the busiest resource, the slack of all others, and what more bandwidth,
+one more GPU or more memory would gain.
 """
 REPORT_TEXT = """\
-Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
-timeline to zoom and point at, memory over time and what limits the plan. With the profile, it compares the plan with
-data parallelism and hand-made pipelines, and says what would make it faster. With --run, it shows a training run and
-its simulation on the same axes.
+Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers,
+the simulated timeline to zoom and point at, memory over time and what limits the plan. With the
+profile, it compares the plan with data parallelism and hand-made pipelines, and says what would
+make it faster. With --run, it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
@@ -207,10 +209,8 @@ def run_question(args: argparse.Namespace) -> int:
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:
         answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)
-    table = (
-        explanation_report(answer, verbose=output.is_verbose(args))
-        if args.verb == "explain"
-        else None
-    )
+    table = None
+    if args.verb == "explain":
+        table = explanation_report(answer, verbose=output.is_verbose(args))
     output.print_answer(answer, args.json, table)
     return 0

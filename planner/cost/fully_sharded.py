@@ -8,7 +8,8 @@ of weights, G of gradients, O of the optimizer's state (Rajbhandari et al. 2020,
     level   each GPU keeps        and exchanges in an update
     1       W + G + O/r           gradients once (reduce-scatter), weights once (all-gather)
     2       W + (W + G + O)/r     gradients k times, because nobody keeps their sum; weights once
-    3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each backward
+    3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each
+                                  backward
 
 A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each
 (section 7). PyTorch's `fully_shard` divides the model into units, here its blocks and what

@@ -43,7 +43,9 @@ def kind_on(
     ]
     slowest = max(used, key=lambda kind: _compute_s(layer_costs, stage, kind))
     limits = [limit for kind in used if (limit := cluster.memory_of(kind)) is not None]
-    return slowest if len(used) == 1 else replace(slowest, memory_bytes=min(limits, default=None))
+    if len(used) == 1:
+        return slowest
+    return replace(slowest, memory_bytes=min(limits, default=None))
 
 
 def fastest_rank(layer_costs: LayerCosts, cluster: Cluster) -> int:

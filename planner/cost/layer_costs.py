@@ -151,7 +151,9 @@ class LayerCosts(PassedValues):
         if key not in self._works:
             self._works[key] = self._work(stage)
         work = self._works[key]
-        return work.shared_out() if stage.options.shards_optimizer else work
+        if not stage.options.shards_optimizer:
+            return work
+        return work.shared_out()
 
     def _work(self, stage: Candidate) -> Work:
         if stage.options.recomputes:
@@ -223,11 +225,9 @@ class LayerCosts(PassedValues):
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
         footprint = self.replicated(self._footprints[key], stage.replicas)
-        return (
-            footprint.shared_out(stage.options.shards)
-            if stage.options.shards_optimizer
-            else footprint
-        )
+        if not stage.options.shards_optimizer:
+            return footprint
+        return footprint.shared_out(stage.options.shards)
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = sorted(stage.layers)

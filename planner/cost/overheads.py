@@ -30,8 +30,11 @@ class Price:
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> "Price":
-        """Return the price with the seconds of a simulation; the cost model's are kept beside them."""
-        formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
+        """Return the price with the seconds of a simulation, and the cost model's beside them."""
+        if self.cost_model_s is None:
+            formula_s = self.seconds_per_minibatch
+        else:
+            formula_s = self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
     @property

@@ -71,10 +71,17 @@ class Choices:
         # Nothing that recomputes is worth it where nothing must, not even at no cost.
         again = self.units.any(axis=1) | self.whole
         order = np.lexsort((self.units.sum(axis=1), self.saved_bytes, self.recompute_s, again))
-        saved, *working = (
-            each[order] for each in (self.saved_bytes, self.working_bytes, self.accumulating_bytes)
+
+        # What a choice holds, a row for each number in flight, and what it saves of each.
+        saved = self.saved_bytes[order]
+        in_flight = _FLYING[:, None] * saved
+        held = np.concatenate(
+            [
+                in_flight + self.working_bytes[order],
+                in_flight + self.accumulating_bytes[order],
+                saved[None],
+            ]
         )
-        held = np.concatenate([_FLYING[:, None] * saved + each for each in working] + [saved[None]])
         less = held[:, 1:] < np.minimum.accumulate(held, axis=1)[:, :-1]
         rows = order[np.concatenate(([True], less.any(axis=0)))]
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
@@ -211,15 +218,9 @@ class _Stage:
         self._peaks = np.array([unit.peak_bytes for unit in units])
         self._accumulating = np.array([unit.accumulating_bytes for unit in units])
 
-        # The bytes that enter the same units, with these units.
-        users: dict[int, list[int]] = {}
-        for number, unit in enumerate(units):
-            for value in unit.entering:
-                users.setdefault(value, []).append(number)
-        sizes = Counter[tuple[int, ...]]()
-        for value, numbers in users.items():
-            sizes[tuple(numbers)] += costs.traffic[value].output_bytes
-        self._sizes = [(size, list(numbers)) for numbers, size in sizes.items()]
+        self._sizes = [
+            (size, list(numbers)) for numbers, size in _bytes_by_users(costs, units).items()
+        ]
 
     def choices(self, rule: RecomputeRule) -> Choices:
         """Return the choices that the rule allows."""
@@ -243,20 +244,24 @@ class _Stage:
         if 2**count <= MOST_SUBSETS:
             return (np.arange(2**count)[:, None] >> np.arange(count)) % 2 > 0
 
-        kinds: dict[Hashable, list[int]] = {}
-        for number, unit in enumerate(self._units):
-            kinds.setdefault(unit.kind, []).append(number)
-        groups = list(kinds.values())
-        if np.prod([len(equal) + 1.0 for equal in groups]) > MOST_CHOICES:
+        kinds = self._kinds()
+        if math.prod(len(equal) + 1.0 for equal in kinds) > MOST_CHOICES:
             return self._by_seconds_per_byte()
 
         # Which of a kind's units recompute: the first; the quickest; or the last.
-        orders = [groups]
-        if any(self._differ_by_time(equal) for equal in groups):
-            orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in groups])
+        orders = [kinds]
+        if any(self._differ_by_time(equal) for equal in kinds):
+            orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in kinds])
         if np.any(self._gradients > self._saved):
-            orders.append([equal[::-1] for equal in groups])
+            orders.append([equal[::-1] for equal in kinds])
         return np.concatenate([counted(order, count) for order in orders])
+
+    def _kinds(self) -> list[list[int]]:
+        """Return the numbers of the units of each kind, the first unit's kind first."""
+        kinds: dict[Hashable, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            kinds.setdefault(unit.kind, []).append(number)
+        return list(kinds.values())
 
     def _differ_by_time(self, equal: Sequence[int]) -> bool:
         return len({self._units[number].costs for number in equal}) > 1
@@ -309,10 +314,27 @@ class _Stage:
         return entering
 
 
+def _bytes_by_users(costs: LayerCosts, units: Sequence[_Unit]) -> Counter[tuple[int, ...]]:
+    """Return the bytes of the values that enter the same units, by the numbers of these units."""
+    users: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        for value in unit.entering:
+            users.setdefault(value, []).append(number)
+
+    sizes = Counter[tuple[int, ...]]()
+    for value, numbers in users.items():
+        sizes[tuple(numbers)] += costs.traffic[value].output_bytes
+    return sizes
+
+
 def counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
     """Return every number of units of each kind, of which those that stand first recompute."""
     numbers = np.indices([len(equal) + 1 for equal in kinds]).reshape(len(kinds), -1)
-    kind_of, place = np.zeros((2, count), dtype=np.int64)
+
+    # Of each unit, its kind and its place among the units of that kind.
+    kind_of = np.zeros(count, dtype=np.int64)
+    place = np.zeros(count, dtype=np.int64)
     for kind, equal in enumerate(kinds):
-        kind_of[equal], place[equal] = kind, np.arange(len(equal))
+        kind_of[equal] = kind
+        place[equal] = np.arange(len(equal))
     return np.asarray(place < numbers.T[:, kind_of])

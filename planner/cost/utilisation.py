@@ -29,4 +29,6 @@ def peak_flops_per_s(profile: Profile) -> float | None:
     wanted = profile.autocast or profile.master_weights or profile.dtype
     device = find_device(profile.device.name)
     dtype = next((dtype for dtype in DTYPES if dtype == wanted), None)
-    return None if device is None or dtype is None else device.peak(dtype)
+    if device is None or dtype is None:
+        return None
+    return device.peak(dtype)

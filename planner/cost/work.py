@@ -146,7 +146,9 @@ class Footprint:
         """Return the footprint with so many microbatches per minibatch: several accumulate into all
         gradients.
         """
-        return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
+        if microbatches > 1:
+            return replace(self, working_bytes=self.accumulating_bytes)
+        return self
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
         """Compute the peak bytes with so many microbatches in flight and versions of the

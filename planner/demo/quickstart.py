@@ -35,7 +35,8 @@ class QuickstartResult(Shown, Record):
     late_failures: tuple[LateFailure, ...] = ()  # which of the folder's files could not be written
 
     def __str__(self) -> str:
-        rows, misses = [], ""
+        rows = []
+        misses = ""
         for name, run, predicted in (
             ("plan", self.pipeline, self.pipeline.predicted_samples_per_s),
             ("DDP", self.data_parallel, self.predicted_data_parallel_samples_per_s),
@@ -57,12 +58,11 @@ class QuickstartResult(Shown, Record):
                 }
             )
         link = format_bandwidth(self.link_bytes_per_s)
-        ours, theirs = self.pipeline.samples_per_s, self.data_parallel.samples_per_s
-        times = (
-            as_fast(ours / theirs)
-            if ours and theirs
-            else "too few minibatches to say how many times as fast"
-        )
+        ours = self.pipeline.samples_per_s
+        theirs = self.data_parallel.samples_per_s
+        times = "too few minibatches to say how many times as fast"
+        if ours and theirs:
+            times = as_fast(ours / theirs)
         faster = (
             f"The plan trains {times} as DistributedDataParallel here, over a link of "
             f"{link}.{misses}"
@@ -88,7 +88,9 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     from planner.solver import search_plan
     from planner.workers.place import check_backend, kind_here
 
-    folder, kind, backend = Path(folder), options.device or kind_here(), options.backend
+    folder = Path(folder)
+    kind = options.device or kind_here()
+    backend = options.backend
     check_backend(kind, backend)
     workers = options.gpus or min(MOST_WORKERS, places_here(kind))
     model = folder / "model.py"
@@ -97,7 +99,9 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     )
 
     processes = neighbours_of(workers, kind)
-    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    beside = ""
+    if processes != 1:
+        beside = f", with {processes - 1} more at work beside it"
     unit = "core" if kind == "cpu" else "GPU"
     options.on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
     profiling = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)

@@ -57,7 +57,8 @@ def target_of(plan: Plan, system: str) -> Target:
         raise PlanError(
             problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`"
         )
-    replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
+    replicas = plan.replicas[0]
+    pipeline = plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         problem = f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}"
@@ -79,8 +80,8 @@ def target_of(plan: Plan, system: str) -> Target:
         )
     remarks = {
         f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. "
-        f"{system} drains it before "
-        "every update, so expect fewer samples/s than the plan predicts.": plan.schedule.asynchronous,
+        f"{system} drains it before every update, so expect fewer samples/s than the plan "
+        "predicts.": plan.schedule.asynchronous,
         f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan "
         f"updates after each one: "
         "adapt the learning rate.": several,
@@ -122,12 +123,11 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         if len(t.values) > 1
     ]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
-    degree, sharded = plan.ranks_per_replica, [stage.shards_optimizer for stage in plan.stages]
-    over = (
-        "sum"
-        if plan.loss is not None and plan.loss.over == "sum"
-        else "mean over the labels that count"
-    )
+    degree = plan.ranks_per_replica
+    sharded = [stage.shards_optimizer for stage in plan.stages]
+    over = "mean over the labels that count"
+    if plan.loss is not None and plan.loss.over == "sum":
+        over = "sum"
     remarks = {
         f"The model branches, and several values cross cuts ({', '.join(several)}): the layers "
         f"there must take and "
@@ -149,15 +149,15 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         "plan's costs are of what the planned model says.": plan.divides_layers
         and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} "
-        f"reduces the gradients of "
-        "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
-        f"The plan shards the optimizer's state in some stages; {system} does so in all of them.": any(
-            sharded
-        )
-        and not all(sharded),
+        f"reduces the gradients of other weights once per minibatch, where `plan train` does so "
+        "for every microbatch.": plan.by_samples,
+        f"The plan shards the optimizer's state in some stages; {system} does so in all of "
+        "them.": any(sharded) and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,
-        f"The plan is for weights in {plan.master_weights} with float32 masters: do so here.": plan.master_weights,
-        f"The plan is for {plan.memory_format} weights and images: use the same here.": plan.memory_format,
+        f"The plan is for weights in {plan.master_weights} with float32 masters: do so "
+        "here.": plan.master_weights,
+        f"The plan is for {plan.memory_format} weights and images: use the same "
+        "here.": plan.memory_format,
         "The plan is for stages compiled with torch.compile: use the same here.": plan.compiled,
     }
     return [text for text, holds in remarks.items() if holds]
@@ -173,7 +173,8 @@ def comment(sentences: list[str], width: int = 100) -> str:
 
 def megatron_arguments(plan: Plan) -> str:
     """Write arguments for Megatron-LM's command line, one per line, after comments."""
-    target, stages = target_of(plan, "Megatron"), len(plan.stages)
+    target = target_of(plan, "Megatron")
+    stages = len(plan.stages)
     if any(
         plan.schedule.worker_of(stage, target.pipeline) != stage % target.pipeline
         for stage in range(stages)
@@ -193,7 +194,8 @@ def megatron_arguments(plan: Plan) -> str:
     ]
     if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
-    even, layout = len(set(counts)) == 1, "|".join("t" * count for count in counts)
+    even = len(set(counts)) == 1
+    layout = "|".join("t" * count for count in counts)
     # Megatron recomputes the same number of layers in every stage, the first ones.
     units = [
         len({_block(layer) for layer in stage.recomputed_layers} - {None}) for stage in plan.stages
@@ -204,18 +206,17 @@ def megatron_arguments(plan: Plan) -> str:
             f"number for all."
         )
     every = max(units) >= max(counts)
-    method = (
-        "uniform --recompute-num-layers 1"
-        if every
-        else f"block --recompute-num-layers {max(units)}"
-    )
+    method = "uniform --recompute-num-layers 1"
+    if not every:
+        method = f"block --recompute-num-layers {max(units)}"
     size = target.size or 0
     arguments = {
         f"--num-layers {sum(counts)}": True,
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
         f"--num-experts {plan.experts}": plan.experts,
-        f"--expert-model-parallel-size {plan.ranks_per_replica} --expert-tensor-parallel-size 1": plan.experts,
+        f"--expert-model-parallel-size {plan.ranks_per_replica} "
+        "--expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
@@ -289,7 +290,9 @@ def _block(layer: str) -> tuple[str, int] | None:
     found = _BLOCK.match(layer)
     # A module of a list that is itself a layer is none of a transformer: "features.3" of a
     # convolutional network.
-    return None if found is None or found[1] == layer else (found[2] or "", int(found[3]))
+    if found is None or found[1] == layer:
+        return None
+    return (found[2] or "", int(found[3]))
 
 
 def torchtitan_config(plan: Plan) -> str:

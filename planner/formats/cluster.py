@@ -52,8 +52,8 @@ class Level(GrownRecord):
     bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
     latency_s: Seconds = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
-    # At most for one all-reduce, where several at once reach more: a ring enters and leaves a server
-    # by one port, and other rings use the others.
+    # At most for one all-reduce, where several at once reach more: a ring enters and leaves a
+    # server by one port, and other rings use the others.
     one_ring_bandwidth_bytes_per_s: BytesPerSecond | None = None
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the
     # latency of a step.
@@ -109,7 +109,9 @@ class DeviceKind(GrownRecord):
         speed = f"speed {self.speed:g}"
         if self.name is None:
             return speed
-        return self.name if self.speed == 1 else f"{self.name} of {speed}"
+        if self.speed == 1:
+            return self.name
+        return f"{self.name} of {speed}"
 
 
 class CodecTime(Record):
@@ -164,15 +166,15 @@ class Cluster(Shown, GrownRecord):
 
     def memory_of(self, kind: DeviceKind | None) -> int | None:
         """Return the memory of a device of that kind in bytes; None for no limit."""
-        return self.memory_bytes if kind is None or kind.memory_bytes is None else kind.memory_bytes
+        if kind is None or kind.memory_bytes is None:
+            return self.memory_bytes
+        return kind.memory_bytes
 
     def kinds_on(self, ranks: Iterable[int]) -> str:
         """Return the names of the kinds of these devices, for people; "" where all are alike."""
-        return (
-            " + ".join(dict.fromkeys(self.kind_of(rank).title for rank in sorted(ranks)))
-            if self.kinds
-            else ""
-        )
+        if not self.kinds:
+            return ""
+        return " + ".join(dict.fromkeys(self.kind_of(rank).title for rank in sorted(ranks)))
 
     def memory_on(self, ranks: Iterable[int]) -> int | None:
         """Return the memory of the smallest of these devices in bytes; None for no limit."""
@@ -191,7 +193,9 @@ class Cluster(Shown, GrownRecord):
         """Return the cluster with another memory for each that is limited, also of kinds."""
 
         def limit(memory_bytes: int | None) -> int | None:
-            return None if memory_bytes is None else change(memory_bytes)
+            if memory_bytes is None:
+                return None
+            return change(memory_bytes)
 
         kinds = tuple(
             replace(kind, memory_bytes=limit(self.memory_of(kind))) for kind in self.kinds
@@ -263,7 +267,8 @@ def flat_cluster(
         UnitError: for a text without a unit.
 
     Example:
-        >>> planner.flat_cluster(8, "10Gbps") == planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
+        >>> in_bytes = planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
+        >>> planner.flat_cluster(8, "10Gbps") == in_bytes
         True
     """
     reduces = (all_reduce_bandwidth_bytes_per_s,)

@@ -129,11 +129,9 @@ def planned_bytes(device: Device) -> int | None:
 
     A CPU's memory is the whole machine's, which says little about one worker, so it is no limit.
     """
-    return (
-        None
-        if device.kind == "cpu" or device.memory_bytes is None
-        else round(PLANNED * device.memory_bytes)
-    )
+    if device.kind == "cpu" or device.memory_bytes is None:
+        return None
+    return round(PLANNED * device.memory_bytes)
 
 
 def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:

@@ -123,7 +123,8 @@ def load_record(
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
     # Checked before the fields: a field of another version or of another file is not a misspelt
     # one.
-    version, fields = content.get("schema_version"), record.model_fields
+    version = content.get("schema_version")
+    fields = record.model_fields
     if "schema_version" in fields:
         field = fields["schema_version"]
         known = get_args(field.annotation) or (field.default,)

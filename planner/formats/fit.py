@@ -1,4 +1,4 @@
-"""The answer of `plan fit`: does a model fit so many GPUs, how is it split, and how few would do."""
+"""The answer of `plan fit`: does a model fit so many GPUs, how is it split, would fewer do."""
 
 import math
 
@@ -22,7 +22,9 @@ class FitRow(Record):
     @property
     def seconds(self) -> float:
         """Seconds per minibatch; infinity without a plan."""
-        return math.inf if self.plan is None else self.plan.predicted.seconds_per_minibatch
+        if self.plan is None:
+            return math.inf
+        return self.plan.predicted.seconds_per_minibatch
 
 
 class Fit(Shown, Record):

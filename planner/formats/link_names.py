@@ -2,7 +2,8 @@
 
 Rates are per GPU and direction: of all NVLinks of a GPU together, and of 16 lanes of PCIe. Sources:
 
-    nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and 1,800 GB/s both ways
+    nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and
+                         1,800 GB/s both ways
     pcie3 to pcie5       PCI-SIG: 8, 16 and 32 GT/s per lane, 128 bits of 130
 
 What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100
@@ -47,7 +48,8 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
 BETWEEN_SERVERS = "100Gbps"
 # Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and
 # P6 of AWS).
-_FAST_BETWEEN, _FAST = "3200Gbps", ("h100", "h200", "b200", "mi300x")
+_FAST_BETWEEN = "3200Gbps"
+_FAST = ("h100", "h200", "b200", "mi300x")
 
 
 def usual_link(device: str) -> str:
@@ -62,10 +64,10 @@ def usual_between(device: str) -> str:
     return _FAST_BETWEEN if device.lower() in _FAST else BETWEEN_SERVERS
 
 
-# Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring reaches
-# 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a tenth.
-# 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the data
-# sheet (bigscience, chronicles of BLOOM).
+# Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring
+# reaches 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a
+# tenth. 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the
+# data sheet (bigscience, chronicles of BLOOM).
 _NETWORK_GBPS = (25, 40, 50, 56, 100, 200, 400, 800, 1600, 3200)
 
 
@@ -96,4 +98,6 @@ def link_bandwidth(text: str) -> float:
         raise UnitError(
             f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}"
         )
-    return ACHIEVED_BYTES_PER_S[name] if name[:1].isalpha() else parse_bandwidth(text)
+    if name[:1].isalpha():
+        return ACHIEVED_BYTES_PER_S[name]
+    return parse_bandwidth(text)

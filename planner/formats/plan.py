@@ -174,7 +174,9 @@ class Plan(Shown, GrownRecord):
 
     @property
     def minibatch_size(self) -> int | None:
-        return None if self.microbatch_size is None else self.microbatch_size * self.microbatches
+        if self.microbatch_size is None:
+            return None
+        return self.microbatch_size * self.microbatches
 
     @property
     def samples_per_update(self) -> tuple[int, int]:
@@ -197,7 +199,9 @@ class Plan(Shown, GrownRecord):
         fits.
         """
         limit = self.cluster.memory_on(self.stages[stage].ranks)
-        return 0 if limit is None else max(0, self.memory_bytes(stage) - limit)
+        if limit is None:
+            return 0
+        return max(0, self.memory_bytes(stage) - limit)
 
     def tensor_bytes(self, stage: int) -> int:
         """Return how much of `memory_bytes` are tensors."""
@@ -241,7 +245,8 @@ class Plan(Shown, GrownRecord):
                 f"config '{self.config}' contradicts the stages, whose ranks make {known}"
             )
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
-        schedule, microbatches = self.schedule, self.microbatches
+        schedule = self.schedule
+        microbatches = self.microbatches
         if not schedule.divides and microbatches != 1:
             raise ValueError(
                 f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"

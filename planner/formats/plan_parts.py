@@ -89,8 +89,8 @@ def _schedule(value: object) -> Schedule:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
         raise ValueError(
-            f"{error.message}: {', '.join(NAMES)} are known, and those of a file that `schedule_from` "
-            f"names"
+            f"{error.message}: {', '.join(NAMES)} are known, "
+            f"and those of a file that `schedule_from` names"
         ) from None
 
 
@@ -216,7 +216,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
         has them.
         """
         partly = self.ready_s and not isinstance(self.recompute, bool)
-        return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
+        if not partly:
+            return 0.0
+        return max(0.0, self.ready_s[-1] - self.backward_s)
 
     @model_validator(mode="after")
     def _check_options(self) -> "Stage":
@@ -232,7 +234,8 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
         if problem is not None:
             raise ValueError(f"shard_group {self.shard_group}: {problem}")
         if self.ready_shares and len(self.ready_shares) != len(self.ready_s):
-            times, shares = len(self.ready_s), len(self.ready_shares)
+            times = len(self.ready_s)
+            shares = len(self.ready_shares)
             raise ValueError(
                 f"ready_s has {times} parts of the gradients, and ready_shares {shares}"
             )
@@ -353,7 +356,8 @@ class SlowLinks(Record):
     slowdown: PositiveFloat  # times as long as the plan takes there
     loss: NonNegativeFloat  # as for `SteadyPlan`
     fastest: SteadyPlan | None = None  # on the slow links; None where the plan is
-    # what loses least over all rates from the slow one to the data sheet's; None where the plan does
+    # what loses least over all rates from the slow one to the data sheet's; None where the plan
+    # does
     steadiest: SteadyPlan | None = None
     # whether other plans were searched for as long as it takes
     complete: bool = True

@@ -9,7 +9,7 @@ a loss, it is the last layer.
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isqrt
 from pathlib import Path
@@ -100,7 +100,9 @@ class Layer(Record):
     def flops(self) -> int | None:
         """Of forward and backward; None where they were not counted."""
         counts = self.forward_flops, self.backward_flops
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
 
 class Edge(Record):
@@ -422,38 +424,57 @@ class Profile(Shown, GrownRecord):
         if len(position) < len(self.layers):
             twice, _ = Counter(layer.name for layer in self.layers).most_common(1)[0]
             raise ValueError(f"layer name '{twice}' occurs twice")
+
+        self._check_edges(position)
+        unknown = set(self.no_cut_after) - position.keys()
+        if unknown:
+            raise ValueError(f"no_cut_after names the unknown layer '{min(unknown)}'")
+
+        self._check_columns()
+        return self
+
+    def _check_edges(self, position: Mapping[str, int]) -> None:
+        """Raise ValueError for an edge between unknown layers, of an unknown value, or backwards;
+        `position` is that of each layer.
+        """
         produced = {(layer.name, value.name) for layer in self.layers for value in layer.outputs}
         for edge in self.edges:
             shown = f"edge '{edge.source}' -> '{edge.target}'"
-            if unknown := {edge.source, edge.target} - position.keys():
+            unknown = {edge.source, edge.target} - position.keys()
+            if unknown:
                 raise ValueError(f"{shown} names the unknown layer '{min(unknown)}'")
             if (edge.source, edge.value) not in produced:
                 raise ValueError(f"{shown} carries the unknown value '{edge.value}'")
             if position[edge.source] >= position[edge.target]:
                 raise ValueError(f"{shown} goes backwards; layers stand in execution order")
-        if unknown := set(self.no_cut_after) - position.keys():
-            raise ValueError(f"no_cut_after names the unknown layer '{min(unknown)}'")
-        columns: dict[str, Record] = {f"the kind '{kind.name}'": kind for kind in self.kinds or ()}
-        for costs in self.tensor or ():
-            name = f"the tensor-parallel degree {costs.degree}"
-            columns |= {name: costs} | (
-                {f"{name} by tokens": costs.by_tokens} if costs.by_tokens else {}
-            )
-        for name, record in columns.items():
-            if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {
-                len(self.layers)
-            }:
+
+    def _check_columns(self) -> None:
+        """Raise ValueError for costs that are not of each layer, and for degrees in disorder."""
+        for name, record in self._columns():
+            counts = {len(value) for value in dict(record).values() if isinstance(value, tuple)}
+            if counts != {len(self.layers)}:
                 raise ValueError(f"{name} has not one value for each of {len(self.layers)} layers")
+
         degrees = [costs.degree for costs in self.tensor or ()]
         if degrees != sorted(set(degrees)):
             raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
+
         if self.lengths is not None:
             outputs = [len(fits.outputs) for fits in self.lengths.layers]
             if outputs != [len(layer.outputs) for layer in self.layers]:
                 raise ValueError(
                     "lengths has not one fit for each layer and each value that it passes on"
                 )
-        return self
+
+    def _columns(self) -> Iterator[tuple[str, Record]]:
+        """Yield the records whose fields have a value for each layer, after their names."""
+        for kind in self.kinds or ():
+            yield f"the kind '{kind.name}'", kind
+        for costs in self.tensor or ():
+            name = f"the tensor-parallel degree {costs.degree}"
+            yield name, costs
+            if costs.by_tokens:
+                yield f"{name} by tokens", costs.by_tokens
 
     def save(self, path: Path | str = "profile.json") -> None:
         """Write the profile to a file."""
@@ -478,7 +499,9 @@ class Profile(Shown, GrownRecord):
         counted.
         """
         counts = [layer.flops for layer in self.layers]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
     @property
     def tf32(self) -> bool:

@@ -220,7 +220,10 @@ class Timeline(Shown, Record):
         for weights, U update, S all-reduce (sum), A a message of activations, G one of gradients.
         """
         once = event.kind in ("update", "all_reduce", "all_gather") or self.microbatches == 1
-        unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
+        if once:
+            unit = f"{event.minibatch}"
+        else:
+            unit = f"{event.minibatch}.{event.microbatch}"
         return f"{LETTERS[event.kind]}{unit}" + "'" * (event.stage // self.pipeline_length)
 
 

@@ -164,7 +164,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             )
         else:
             state = TrainerState.load_from_json(str(checkpoint / STATE))
-        state.max_steps, state.num_train_epochs = updates, epochs
+        state.max_steps = updates
+        state.num_train_epochs = epochs
         state.train_batch_size = self.args.train_batch_size
         state.compute_steps(self.args, updates)
         state.is_local_process_zero = self.is_local_process_zero()
@@ -211,14 +212,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         """Leave the pipeline, as the end of its `with` would, with the error that ends the
         script.
         """
-        left, self._pipeline = self._pipeline, None
+        left = self._pipeline
+        self._pipeline = None
         if left is None:
             return
         error = getattr(sys, "last_value", None)
         kind = None if error is None else type(error)
         left.__exit__(kind, error, getattr(error, "__traceback__", None))
 
-    # Without a GPU accelerate takes each worker for a process of its own, of which all are the first.
+    # Without a GPU accelerate takes each worker for a process of its own, all of which are the
+    # first.
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the first worker, which logs and writes files."""
@@ -421,7 +424,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 f"metric_for_best_model='{wanted}' is not among {', '.join(sorted(metrics))}",
                 hint="give one of these",
             )
-        value, best = metrics[name], self.state.best_metric
+        value = metrics[name]
+        best = self.state.best_metric
         better = best is None or (value > best if self.args.greater_is_better else value < best)
         if better:
             self.state.best_metric = value
@@ -490,8 +494,8 @@ def _warn_of_staleness(plan: Plan) -> None:
     if plan.schedule.asynchronous and os.environ.get("RANK", "0") == "0":
         _log.warning(
             "%s is asynchronous: gradients are up to %d updates stale, so losses differ from those "
-            "of Trainer, and a log has the losses of earlier updates; hint: a plan under 1f1b-flush "
-            "trains as Trainer does",
+            "of Trainer, and a log has the losses of earlier updates; "
+            "hint: a plan under 1f1b-flush trains as Trainer does",
             plan.schedule,
             plan.staleness,
         )

@@ -137,7 +137,8 @@ _INSIDE_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
 def check_arguments(arguments: TrainingArguments) -> None:
     """Raise InputError for the first argument that a PipelineTrainer does not follow."""
     for each in fields(arguments):
-        name, value = each.name, getattr(arguments, each.name)
+        name = each.name
+        value = getattr(arguments, each.name)
         if name in FOLLOWED or name in _FILLED_IN or _is_default(each, value):
             continue
         raise InputError(

@@ -21,7 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from planner.errors import InputError
 
 CHECKPOINT = "checkpoint"  # what the names of the folders begin with
-STATE, PIPELINE = "trainer_state.json", "pipeline"
+STATE = "trainer_state.json"
+PIPELINE = "pipeline"
 _GENERATORS = "generators.pt"
 
 

@@ -39,8 +39,10 @@ class TrainerLoop:
         length: Length,
         drawn: Mapping[str, Any] | None = None,
     ) -> None:
-        self._trainer, self._pipeline = trainer, pipeline
-        self._loader, self._length = loader, length
+        self._trainer = trainer
+        self._pipeline = pipeline
+        self._loader = loader
+        self._length = length
         self._first = trainer.state.global_step
         self._logged = self._first  # updates whose losses were logged
         self._read = pipeline.minibatches  # losses before this minibatch were added up
@@ -52,7 +54,8 @@ class TrainerLoop:
 
     def run(self) -> TrainOutput:
         """Train, and return what `Trainer.train` returns."""
-        trainer, handler = self._trainer, self._trainer.callback_handler
+        trainer = self._trainer
+        handler = self._trainer.callback_handler
         handler.train_dataloader = self._loader
         trainer.control = handler.on_train_begin(trainer.args, trainer.state, trainer.control)
         if trainer.args.eval_on_start:
@@ -62,18 +65,21 @@ class TrainerLoop:
         epoch, skipped = divmod(self._first, per_epoch)
         while epoch < self._length.epochs and not trainer.control.should_training_stop:
             self._epoch(epoch, skipped)
-            epoch, skipped = epoch + 1, 0
+            epoch += 1
+            skipped = 0
         return self._end()
 
     def _epoch(self, epoch: int, skipped: int) -> None:
-        """Train for an epoch, without its first `skipped` updates, which an earlier run has done."""
-        trainer, handler = self._trainer, self._trainer.callback_handler
+        """Train for an epoch, without its first `skipped` updates, those of an earlier run."""
+        trainer = self._trainer
+        handler = self._trainer.callback_handler
         args = trainer.args
         trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(epoch)
 
-        each, batches = args.gradient_accumulation_steps, self._length.batches_per_epoch
+        each = args.gradient_accumulation_steps
+        batches = self._length.batches_per_epoch
         for number, inputs in enumerate(minibatches(self._loader, each)):
             if number < skipped and not args.ignore_data_skip:
                 continue
@@ -113,7 +119,8 @@ class TrainerLoop:
 
     def _report(self) -> None:
         """Log, evaluate and save, where the callbacks have asked for it."""
-        trainer, control = self._trainer, self._trainer.control
+        trainer = self._trainer
+        control = self._trainer.control
         if control.should_log and trainer.state.global_step > self._logged:
             self._log()
 
@@ -143,7 +150,8 @@ class TrainerLoop:
         """Move the sum of losses since the last log to the sum of all."""
         self._total += self._sum
         self._losses += self._count
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
 
     def _end(self) -> TrainOutput:
         trainer = self._trainer

@@ -1,4 +1,4 @@
-"""What a Trainer trains, as a pipeline takes it: the model, its optimizer and scheduler, batches."""
+"""What a Trainer trains, for a pipeline: the model, its optimizer and scheduler, batches."""
 
 from __future__ import annotations
 

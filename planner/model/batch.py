@@ -139,7 +139,9 @@ class Batch:
         copies = -(-size // self.size)
 
         def repeat(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor] * copies)[:size] if tensor.dim() else tensor
+            if not tensor.dim():
+                return tensor
+            return torch.cat([tensor] * copies)[:size]
 
         return Batch(*tree_map_only(Tensor, repeat, self._tree()))
 
@@ -229,7 +231,10 @@ def collate(items: Sequence[Any]) -> Batch:
         args, kwargs = default_collate([(sample.args, sample.kwargs) for sample in samples])
         # A model that makes its own loss may have no target, and default_collate refuses None.
         targets = [sample.target for sample in samples]
-        target = None if all(target is None for target in targets) else default_collate(targets)
+        if all(target is None for target in targets):
+            target = None
+        else:
+            target = default_collate(targets)
     except (TypeError, RuntimeError, KeyError) as cause:
         raise ModelFileError(
             f"items of dataset() cannot be stacked into a batch: {first_line(cause)}",

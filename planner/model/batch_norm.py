@@ -47,4 +47,6 @@ def _normalising(model: nn.Module) -> list[str]:
 
 
 def _shown(paths: list[str]) -> str:
-    return f"'{paths[0]}'" if len(paths) == 1 else counted(len(paths), "layer")
+    if len(paths) == 1:
+        return f"'{paths[0]}'"
+    return counted(len(paths), "layer")

@@ -193,7 +193,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._least_bytes, self._draw = least_bytes, draw
+        self._least_bytes = least_bytes
+        self._draw = draw
         self._put_off: set[int] = set()  # addresses of storages, which the operations keep alive
         self.operations: list[_Operation] = []
         self._patches = ExitStack()
@@ -300,8 +301,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Put an operation off; return what it writes, or tensors that will have the values that it
         makes.
         """
-        generator = (kwargs.get("generator") or torch.default_generator) if random else None
-        state = generator.get_state() if generator is not None and self._draw else None
+        generator = None
+        if random:
+            generator = kwargs.get("generator") or torch.default_generator
+        state = None
+        if generator is not None and self._draw:
+            state = generator.get_state()
         result: Any = None
         if state is not None:
             # Into other memory: as many random numbers are drawn for it.
@@ -326,7 +331,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             put-off values.
             """
             is_shared = self.puts_off(tensor) or id(tensor) in own
-            return tensor.detach() if is_shared else tensor.detach().clone()
+            if is_shared:
+                return tensor.detach()
+            return tensor.detach().clone()
 
         kept_args, kept_kwargs = tree_map_only(Tensor, kept, (args, kwargs))
         self._put_off.update(address_of(tensor) for tensor in (*written, *made))

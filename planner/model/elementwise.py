@@ -33,7 +33,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     `elementwise` says.
     """
     said = getattr(optimizer, "elementwise", None)
-    return type(optimizer) in ELEMENTWISE if said is None else bool(said)
+    if said is None:
+        return type(optimizer) in ELEMENTWISE
+    return bool(said)
 
 
 def kept_whole(optimizer: Optimizer) -> list[nn.Parameter] | None:
@@ -55,4 +57,6 @@ def has_divisible_optimizer(spec: TrainingSpec, model: nn.Module) -> bool | None
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-    return kept_whole(spec.optimizer(trained)) is not None if trained else None
+    if not trained:
+        return None
+    return kept_whole(spec.optimizer(trained)) is not None

@@ -61,7 +61,9 @@ def shown(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, Tensor):
         return f"{value.tolist()}"
-    return f"{value!r}" if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+    if isinstance(value, _PLAIN):
+        return f"{value!r}"
+    return f"a {type(value).__name__}"
 
 
 def _equal(one: object, other: object) -> bool:

@@ -60,7 +60,9 @@ def extent_of(batch: "Batch", lengths: Sequence[Length]) -> "int | tuple[int, ..
     """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths()
     says.
     """
-    return (batch.size, *lengths_of(batch, lengths, "the batch")) if lengths else batch.size
+    if not lengths:
+        return batch.size
+    return (batch.size, *lengths_of(batch, lengths, "the batch"))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ def loss_of(output: Any, target: Any, loss: LossFunction | None) -> Tensor:
     if loss is not None:
         value = loss(output, target)
     else:
-        value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(output, dict):
+            value = output.get("loss")
+        else:
+            value = getattr(output, "loss", None)
         if value is None:
             raise CaptureError(
                 f"the model file defines no loss(output, target), and the model's output, a "
@@ -101,7 +104,9 @@ def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
 def _place_of(batch: Batch, leaf: int) -> str:
     """Return where a tensor of the batch is, in words."""
     arguments = len(tree_leaves((batch.args, batch.kwargs)))
-    return "the target" if leaf >= arguments else f"argument {leaf + 1} of the model"
+    if leaf >= arguments:
+        return "the target"
+    return f"argument {leaf + 1} of the model"
 
 
 def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:

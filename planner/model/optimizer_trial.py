@@ -50,7 +50,8 @@ class OptimizerTrial:
     def __init__(
         self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device
     ) -> None:
-        self._spec, self._device = spec, device
+        self._spec = spec
+        self._device = device
         self._whole = _small(whole)
         self._marks = {each.name: each for each in whole}
         generator = torch.Generator().manual_seed(0)
@@ -249,11 +250,9 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
         def cut(value: Tensor, bounds: slice = bounds) -> Tensor:
             return value.flatten()[bounds]
 
-        piece = (
-            parameter
-            if id(parameter) in undivided
-            else nn.Parameter(cut(parameter.detach()).clone())
-        )
+        piece = parameter
+        if id(parameter) not in undivided:
+            piece = nn.Parameter(cut(parameter.detach()).clone())
         new[id(parameter)] = piece
         found[name] = piece, cut
         _move_state(optimizer, parameter, piece, cut)

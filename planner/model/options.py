@@ -55,9 +55,9 @@ class ModuleOptions:
     def input(self, tensor: Tensor) -> Tensor:
         """Return an argument of the model as the modules take it."""
         tensor = channels_last(tensor) if self.channels_last else tensor
-        return (
-            tensor.to(self.half) if self.half is not None and tensor.is_floating_point() else tensor
-        )
+        if self.half is not None and tensor.is_floating_point():
+            return tensor.to(self.half)
+        return tensor
 
     def loss(self, loss: LossFunction | None) -> LossFunction | None:
         """Return the model file's loss of outputs in float32: in half precision it would have three
@@ -129,7 +129,9 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 
 def gradient_bytes(parameter: Tensor) -> int:
     """Return the bytes of a parameter's gradient; 0 where it is not trained."""
-    return parameter.numel() * gradient_dtype(parameter).itemsize if parameter.requires_grad else 0
+    if not parameter.requires_grad:
+        return 0
+    return parameter.numel() * gradient_dtype(parameter).itemsize
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -143,7 +145,8 @@ PLAIN = ModuleOptions()
 def module_options(record: "Profile | Plan") -> ModuleOptions:
     """Return the options that `record` was measured with, or is to be trained with."""
     channels_last = record.memory_format == "channels-last"
-    autocast, half = autocast_dtype(record.autocast), autocast_dtype(record.master_weights)
+    autocast = autocast_dtype(record.autocast)
+    half = autocast_dtype(record.master_weights)
     return ModuleOptions(autocast, channels_last, bool(record.compiled), record.device.kind, half)
 
 
@@ -157,7 +160,9 @@ def autocasting(device_type: str, dtype: torch.dtype | None) -> AbstractContextM
 
 def autocast_name(dtype: torch.dtype | None) -> "Autocast | None":
     """Return the name that profiles give to an autocast dtype."""
-    return None if dtype is None else "bfloat16" if dtype == torch.bfloat16 else "float16"
+    if dtype is None:
+        return None
+    return "bfloat16" if dtype == torch.bfloat16 else "float16"
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:
@@ -178,4 +183,6 @@ def channels_last(tensor: Tensor) -> Tensor:
     channels.
     """
     memory_format = _FORMATS.get(tensor.dim())
-    return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
+    if memory_format is None:
+        return tensor
+    return tensor.contiguous(memory_format=memory_format)

@@ -82,11 +82,11 @@ class PythonState:
         self._seen: set[int] = set()
         self._names = {"forward"}  # that called code has
         self._methods: list[tuple[str, FunctionType]] = []  # of followed classes, not called so far
+
         if spec.loss is not None:
             self._follow(spec.loss)
-        classes = dict.fromkeys(type(module) for module in model.modules())
-        for each in classes:
-            self._follow_class(each)
+        for module_class in dict.fromkeys(type(module) for module in model.modules()):
+            self._follow_class(module_class)
         if attributes:
             for path, module in model.named_modules():
                 read = partial(self._module_attributes, weakref.ref(module))
@@ -115,11 +115,15 @@ class PythonState:
     @property
     def _read_names(self) -> frozenset[str] | None:
         """The names that attributes may be read by; None for all."""
-        return None if self._names & _BY_OTHER_NAMES else frozenset(self._names)
+        if self._names & _BY_OTHER_NAMES:
+            return None
+        return frozenset(self._names)
 
     def _module_attributes(self, reference: weakref.ref[nn.Module]) -> Any:
         module = reference()
-        return {} if module is None else _attributes(module, self._read_names)
+        if module is None:
+            return {}
+        return _attributes(module, self._read_names)
 
     def _class_attributes(self, cls: type) -> dict[str, Any]:
         """Return the attributes of a class, those that it has from others of the user's
@@ -183,10 +187,11 @@ class PythonState:
             self._seen.add(id(each))
             self._readers[each.__name__, id(each)] = partial(self._class_attributes, each)
             for name, member in vars(each).items():
-                function = (
-                    member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-                )
-                function = function.fget if isinstance(function, property) else function
+                function = member
+                if isinstance(member, (staticmethod, classmethod)):
+                    function = member.__func__
+                if isinstance(function, property):
+                    function = function.fget
                 if isinstance(function, FunctionType) and name != "__init__":
                     self._methods.append((name, function))
                     if _may_be_called_unnamed(cls, name):
@@ -315,19 +320,23 @@ def _content(value: Any, depth: int, names: frozenset[str] | None) -> Content:
     if depth == 0:
         return _OTHERS
     if isinstance(value, _CONTAINERS):
-        if len(value) > _MOST_ITEMS:
-            return _OTHERS
-        if isinstance(value, dict):
-            items = [(key, each) for key, each in value.items() if isinstance(key, _PLAIN)]
-            return {key: _content(each, depth - 1, names) for key, each in items}
-        if isinstance(value, (set, frozenset)):
-            return {repr(each) for each in value if isinstance(each, _PLAIN)}
-        return [_content(each, depth - 1, names) for each in value]
+        return _content_of_container(value, depth, names)
     if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_own_class(type(value))):
         # What a library's object holds, the library reads.
         inner = names if _is_read_by_name(type(value)) else None
         return _content(_attributes(value, names), depth - 1, inner)
     return _OTHERS
+
+
+def _content_of_container(value: Any, depth: int, names: frozenset[str] | None) -> Content:
+    if len(value) > _MOST_ITEMS:
+        return _OTHERS
+    if isinstance(value, dict):
+        items = [(key, each) for key, each in value.items() if isinstance(key, _PLAIN)]
+        return {key: _content(each, depth - 1, names) for key, each in items}
+    if isinstance(value, (set, frozenset)):
+        return {repr(each) for each in value if isinstance(each, _PLAIN)}
+    return [_content(each, depth - 1, names) for each in value]
 
 
 def _own_classes(value: Any, depth: int) -> Iterator[type]:
@@ -351,7 +360,9 @@ def _changed(name: str, before: Content, now: Content) -> Change | None:
     """Return the innermost change; a dictionary may grow, as one that remembers results does."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key, value in before.items():
-            inner = _changed(_inner_name(name, key), value, now[key]) if key in now else None
+            inner = None
+            if key in now:
+                inner = _changed(_inner_name(name, key), value, now[key])
             if inner is not None:
                 return inner
         return None
@@ -363,7 +374,9 @@ def _changed(name: str, before: Content, now: Content) -> Change | None:
 def _inner_name(name: str, key: Any) -> str:
     if name == "" or name.endswith("."):
         return f"{name}{key}"
-    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]"
+    if isinstance(key, str) and key.isidentifier():
+        return f"{name}.{key}"
+    return f"{name}[{key!r}]"
 
 
 def _shown(content: Content) -> str:

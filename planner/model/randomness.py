@@ -34,7 +34,9 @@ class RandomKey:
         """Return the generator's seed for a layer, below 2^63; None while a stage is warmed up, or
         profiled.
         """
-        return None if self._state is None else _mix(self._state ^ layer) >> 1
+        if self._state is None:
+            return None
+        return _mix(self._state ^ layer) >> 1
 
 
 def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
@@ -59,7 +61,8 @@ def generators_kept(device: torch.device = CPU, *, on_success: bool = True) -> I
     Args:
         on_success: whether to restore the host's where nothing fails; they are after an error.
     """
-    state, python_state = torch.get_rng_state(), random.getstate()
+    state = torch.get_rng_state()
+    python_state = random.getstate()
     numpy_state = numpy.random.get_state()
     on_device = (
         nullcontext() if device.type == CPU.type else runtime_of(device).random_state_kept(device)

@@ -145,7 +145,8 @@ class ReferenceOptimizer:
                 hint=_HINT,
             )
         for number, (group, reference) in enumerate(zip(groups, expected, strict=True)):
-            own, other = hyperparameters_of(group), hyperparameters_of(reference)
+            own = hyperparameters_of(group)
+            other = hyperparameters_of(reference)
             name = first_difference(own, other)
             if name is not None:
                 raise ModelFileError(

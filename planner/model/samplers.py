@@ -2,7 +2,7 @@
 planner or without.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
@@ -46,8 +46,10 @@ class BucketSampler(Sampler[int]):
                 f"batch_size, microbatches and pool are {batch_size}, {microbatches} and {pool}, "
                 f"and each is at least 1"
             )
-        self._lengths, self._minibatch = list(lengths), batch_size * microbatches
-        self._pool, self._seed = pool * self._minibatch, seed
+        self._lengths = list(lengths)
+        self._minibatch = batch_size * microbatches
+        self._pool = pool * self._minibatch
+        self._seed = seed
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -59,18 +61,22 @@ class BucketSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        length_of: Callable[[int], int] = self._lengths.__getitem__
         shuffled = torch.randperm(len(self), generator=generator).tolist()
-        pools = [
-            shuffled[start : start + self._pool] for start in range(0, len(shuffled), self._pool)
+        ordered = [
+            index
+            for pool in _runs(shuffled, self._pool)
+            for index in sorted(pool, key=self._lengths.__getitem__)
         ]
+
         # What is left for a smaller last minibatch comes last: elsewhere it would move all borders
         # after it.
         whole = len(self) - len(self) % self._minibatch
-        ordered = [index for pool in pools for index in sorted(pool, key=length_of)]
-        minibatches = [
-            ordered[start : start + self._minibatch] for start in range(0, whole, self._minibatch)
-        ]
+        minibatches = _runs(ordered[:whole], self._minibatch)
         for place in torch.randperm(len(minibatches), generator=generator).tolist():
             yield from minibatches[place]
         yield from ordered[whole:]
+
+
+def _runs(indices: Sequence[int], length: int) -> list[Sequence[int]]:
+    """Return consecutive runs of so many indices, the last of what is left."""
+    return [indices[start : start + length] for start in range(0, len(indices), length)]

@@ -100,7 +100,9 @@ def separability(
             differing = _difference(together, trial.run(parts), trial.first)
             if differing is not None:
                 return replace(_verdict(trial, f"combines parameters: {differing}"), combines=True)
-        differing = _difference(together, trial.run_pieces(), trial.first) if by_elements else None
+        differing = None
+        if by_elements:
+            differing = _difference(together, trial.run_pieces(), trial.first)
     except PlannerError as error:
         if trial.communicates:
             raise

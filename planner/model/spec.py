@@ -225,7 +225,10 @@ class TrainingSpec:
                 signature = inspect.signature(function)
                 # Lengths that vary are keyword arguments of example_batch(), with defaults or
                 # without.
-                bind = signature.bind_partial if name == "example_batch" else signature.bind
+                if name == "example_batch":
+                    bind = signature.bind_partial
+                else:
+                    bind = signature.bind
                 bind(*range(expected.argument_count))
             except ValueError:
                 continue  # Python knows no signature of some functions written in C
@@ -247,7 +250,9 @@ class TrainingSpec:
     def location(self) -> str:
         """The model file, with its builder where that is not the usual one."""
         path = str(self.path)
-        return path if self.builder == DEFAULT_BUILDER else f"{path}:{self.builder}"
+        if self.builder == DEFAULT_BUILDER:
+            return path
+        return f"{path}:{self.builder}"
 
     @property
     def loss(self) -> LossFunction | None:
@@ -475,7 +480,10 @@ class TrainingSpec:
         with suppress(AttributeError, TypeError, ValueError, RuntimeError):
             if function.accepts(returned):
                 return returned
-        shown = reprlib.repr(returned) if name == "lengths" else f"a {type(returned).__name__}"
+        if name == "lengths":
+            shown = reprlib.repr(returned)
+        else:
+            shown = f"a {type(returned).__name__}"
         raise ModelFileError(
             f"{self.place(name)} returned {shown}, not {function.returns}",
             hint=function.hint(returned)

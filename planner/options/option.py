@@ -242,7 +242,8 @@ def keywords_of(record: Callable[KeywordsT, RecordT]) -> Decorator[KeywordsT, Re
         options = {each.name: option for each, option in options_in(made)}
         called.__doc__ = _documented(inspect.getdoc(function) or "", "Args:", options)
         parameters = [*first, *_keyword_parameters(made)]
-        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        described = signature.replace(parameters=parameters)
+        called.__signature__ = described  # type: ignore[attr-defined]
         return called
 
     return decorate

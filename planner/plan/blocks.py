@@ -85,7 +85,9 @@ def repeated_blocks(profile: Profile) -> list[range]:
         following = next((each for each in keys[position:] if each is not None), None)
         before = keys[position] = key or (before if before == following else None)
     blocks = [block for key, block in _runs(keys) if key is not None]
-    return blocks if _share(profile.layers, blocks) >= MOST_OF_IT else []
+    if _share(profile.layers, blocks) >= MOST_OF_IT:
+        return blocks
+    return []
 
 
 def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:

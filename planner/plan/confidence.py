@@ -2,9 +2,9 @@
 
 `judged_errors.json` is made by `python -m benchmarks.gpu_truth.intervals`, which says of each kind
 of answer how fast the measured runs were relative to their estimate: between `least` and `most` for
-80% of them. A kind is a GPU, whether ranks divide layers, and whether the links between servers were
-measured. Where a kind was not judged, the nearest one that was stands for it, and where nothing is
-near, all do.
+80% of them. A kind is a GPU, whether ranks divide layers, and whether the links between servers
+were measured. Where a kind was not judged, the nearest one that was stands for it, and where
+nothing is near, all do.
 """
 
 import json

@@ -68,16 +68,16 @@ def _planned(lengths: Lengths, size: int, microbatches: int) -> PlannedLengths:
 
 def planned(profile: Profile, microbatches: int = 1) -> PlannedLengths | None:
     """Draw the microbatches of plans with so many per minibatch; None where lengths do not vary."""
-    return (
-        None
-        if profile.lengths is None
-        else _planned(profile.lengths, profile.microbatch_size or 1, microbatches)
-    )
+    if profile.lengths is None:
+        return None
+    return _planned(profile.lengths, profile.microbatch_size or 1, microbatches)
 
 
 def planned_terms(lengths: PlannedLengths | None) -> Terms:
     """Return the terms of a plan's microbatches; none where lengths do not vary."""
-    return () if lengths is None else terms(lengths.microbatches, lengths.most)
+    if lengths is None:
+        return ()
+    return terms(lengths.microbatches, lengths.most)
 
 
 def mean_terms(profile: Profile) -> NDArray[np.float64]:

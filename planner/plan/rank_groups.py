@@ -27,9 +27,10 @@ def of_groups(plan: Plan) -> Plan:
         replace(stage, tensor=1, ranks=tuple(number[rank] for rank in ranks))
         for stage, ranks in zip(plan.stages, leaders, strict=True)
     )
-    cluster = (
-        groups_of(plan.cluster, plan.ranks_per_replica) if plan.divides_alike else plan.cluster
-    )
+    if plan.divides_alike:
+        cluster = groups_of(plan.cluster, plan.ranks_per_replica)
+    else:
+        cluster = plan.cluster
     # its config still says what the groups are
     return replace(plan, stages=stages, cluster=cluster)
 

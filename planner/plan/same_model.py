@@ -89,11 +89,9 @@ def _order_differs(plan: Plan, layers: Sequence[str]) -> str | None:
             if name != expected:
                 return f"it has the layer '{name}' where the model has '{expected}'"
     last = plan.stages[-1].layers[-1]
-    return (
-        None
-        if last == layers[-1]
-        else f"it has the layer '{last}' where the model has '{layers[-1]}'"
-    )
+    if last == layers[-1]:
+        return None
+    return f"it has the layer '{last}' where the model has '{layers[-1]}'"
 
 
 def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:

@@ -159,7 +159,8 @@ def _layers(
     parameters = first_uses(layer.parameters for layer in graph.layers)
     buffers = first_uses(layer.buffers for layer in graph.layers)
     for layer, costs, own, others in zip(graph.layers, measured, parameters, buffers, strict=True):
-        times, weights = costs.times, [tensors[name] for name in own]
+        times = costs.times
+        weights = [tensors[name] for name in own]
         update = asdict(costs.update) | {"update_s": costs.update.update_s * update_share}
         yield Layer(
             name=layer.name,
@@ -213,4 +214,6 @@ def _dtype(graph: LayerGraph) -> str | None:
     sizes: dict[torch.dtype, int] = {}
     for parameter in graph.model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
+    if not sizes:
+        return None
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")

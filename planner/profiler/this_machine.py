@@ -23,8 +23,12 @@ from planner.version import __version__
 from planner.workers.place import available_cores
 
 # mallopt(3)
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
-_NEVER, _GROW_BYTES = 2**31 - 1, 2**26
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
+_NEVER = 2**31 - 1
+_GROW_BYTES = 2**26
 _OWN_PAGES_BYTES, _MOST_MAPPINGS = 2**18, 2**15  # fewer than the 65,530 that Linux gives a process
 _keeps_pages = False
 
@@ -76,7 +80,8 @@ def large_blocks_apart() -> Iterator[None]:
     memory.
     """
     global _keeps_pages
-    before, _keeps_pages = _keeps_pages, False
+    before = _keeps_pages
+    _keeps_pages = False
     mallopt = _glibc("mallopt") or (lambda *_: 0)
     mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
     mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
@@ -179,7 +184,9 @@ def _context_bytes(device: torch.device) -> int | None:
     """
     free_bytes, total_bytes = runtime_of(device).free_and_total_bytes(device)
     context_bytes = total_bytes - free_bytes - runtime_of(device).reserved_bytes(device)
-    return context_bytes if 0 < context_bytes <= _MOST_CONTEXT_BYTES else None
+    if 0 < context_bytes <= _MOST_CONTEXT_BYTES:
+        return context_bytes
+    return None
 
 
 def _cpu_name() -> str:
@@ -242,11 +249,9 @@ def describe_gpu(device: torch.device) -> str:
     driver.
     """
     gpu = runtime_of(device).properties(device)
-    more = (
-        f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}"
-        if hasattr(gpu, "major")
-        else ""
-    )
+    more = ""
+    if hasattr(gpu, "major"):
+        more = f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}"
     return f"{gpu.name}, {format_bytes(gpu.total_memory)}{more}"
 
 

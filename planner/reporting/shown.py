@@ -30,13 +30,17 @@ PARTS = {  # of the report, as HTML for notebooks
 def text(answer: Any) -> str:
     """Write the tables of a record, or its fields where it has none."""
     name = type(answer).__name__
-    return _called(TEXTS[name], answer) if name in TEXTS else repr(answer)
+    if name in TEXTS:
+        return _called(TEXTS[name], answer)
+    return repr(answer)
 
 
 def html(answer: Any) -> str:
     """Write a plan as its report, an answer as its part of the report, and others as their text."""
     name = type(answer).__name__
-    return _called(PARTS[name], answer) if name in PARTS else f"<pre>{escape(str(answer))}</pre>"
+    if name in PARTS:
+        return _called(PARTS[name], answer)
+    return f"<pre>{escape(str(answer))}</pre>"
 
 
 def _called(path: str, answer: Any) -> str:

@@ -59,7 +59,8 @@ def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
     pointed at.
     """
     inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
-    (x, y), (width, height) = corner, size
+    x, y = corner
+    width, height = size
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
         f'fill="{fill}"{inner}'
@@ -69,7 +70,8 @@ def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
 def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
     """Draw a line."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    (x1, y1), (x2, y2) = start, end
+    x1, y1 = start
+    x2, y2 = end
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"{dashed}/>'
     )
@@ -94,36 +96,62 @@ def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = 
             moved so that both begin the first minibatch of the window together, as on the page.
     """
     first, last = window or (0.0, max((run.span_s for run in runs), default=0.0) or 1.0)
-    scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    least_s = 0.25 / scale if window or sum(len(run.events) for run in runs) > _MOST else 0.0
+    scale = (WIDTH - LEFT - RIGHT) / (last - first)  # pixels per second
+    least_s = 0.0
+    if window or sum(len(run.events) for run in runs) > _MOST:
+        least_s = 0.25 / scale
+    lefts = _left_edges(runs, window)
+
+    drawn = []
+    y = float(TOP)
+    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
+        drawn.append(text(8, y + 15, f"worker {rank}"))
+
+        for row in rows:
+            run = runs[row.run]
+            if row.lane == "compute" and row.run > 0:
+                drawn.append(text(8, y + 15, run.source, Font(11)))
+
+            for event in row.events:
+                start = max(event.start_s - lefts[row.run], 0.0)
+                end = min(event.end_s - lefts[row.run], last - first)
+                if end - start >= least_s:
+                    corner = (LEFT + start * scale, y)
+                    drawn.append(_event(run, event, corner, (end - start) * scale))
+            y += _HEIGHTS[row.lane] + 1
+        y += _GAP
+
+    title = text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))
+    return document(WIDTH, y, [title, *_legend(runs), *_axis(first, last, y), *drawn])
+
+
+def _left_edges(runs: Sequence[Timeline], window: tuple[float, float] | None) -> list[float]:
+    """Return which second of each run is at the left edge: where the window begins, moved in the
+    other run so that both begin the first minibatch of the window together.
+    """
+    if window is None:
+        return [0.0] * len(runs)
+
+    first, _ = window
     begun = [_begun_s(run) for run in runs]
-    from_ = min(
-        (n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None
-    )
-    lefts = [
-        first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun
+    in_both = [
+        number for number, start in begun[0].items() if start >= first and number in begun[-1]
     ]
-    parts = [text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))]
-    x, y = float(LEFT), float(TOP)
+    if not in_both:
+        return [first] * len(runs)
+
+    number = min(in_both)
+    return [first + starts[number] - begun[0][number] for starts in begun]
+
+
+def _legend(runs: Sequence[Timeline]) -> list[str]:
+    """Draw the colours of the kinds of events, each with its name, in one line."""
+    parts = []
+    x = float(LEFT)
     for colour, name in colour_legend(kind for run in runs for kind in run.events.kind):
         parts += [box((x, 29), (11, 11), colour), text(x + 16, 39, name, Font(12))]
         x += 34 + _CHARACTER * len(name)
-    drawn = []
-    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
-        drawn.append(text(8, y + 15, f"worker {rank}"))
-        for row in rows:
-            run, left = runs[row.run], lefts[row.run]
-            if row.lane == "compute" and row.run > 0:
-                drawn.append(text(8, y + 15, run.source, Font(11)))
-            for event in row.events:
-                start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
-                if end - start >= least_s:
-                    drawn.append(
-                        _event(run, event, (LEFT + start * scale, y), (end - start) * scale)
-                    )
-            y += _HEIGHTS[row.lane] + 1
-        y += _GAP
-    return document(WIDTH, y, [*parts, *_axis(first, last, y), *drawn])
+    return parts
 
 
 def _begun_s(run: Timeline) -> dict[int, float]:
@@ -136,18 +164,18 @@ def _begun_s(run: Timeline) -> dict[int, float]:
 
 
 def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
-    (x, y), name, colour = corner, run.name_of(event), COLOURS[event.kind]
+    x, y = corner
+    name = run.name_of(event)
+    colour = COLOURS[event.kind]
     title = (
         f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to "
         f"{format_seconds(event.end_s)}"
     )
     drawn = box(corner, (max(width - 0.5, 0.3), _HEIGHTS[event.lane]), colour, title)
     fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
-    return (
-        drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
-        if fits
-        else drawn
-    )
+    if not fits:
+        return drawn
+    return drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
 
 
 def _axis(first: float, last: float, bottom: float) -> Iterator[str]:
@@ -181,7 +209,8 @@ def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = N
     if axes is None:
         return Picture(timeline_svg([run], window))
 
-    names, ticks = [], []
+    names = []
+    ticks = []
     row_number = 0
     for rank, rows in rows_of([run], shown_workers(run)).items():
         ticks.append(row_number)

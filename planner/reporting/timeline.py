@@ -65,7 +65,10 @@ def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:
         if kind in present:
             # Both ends of a message have one colour: "activations sent" and "activations received"
             # are "activations".
-            text = TEXTS[kind].split()[0] if LANES[kind] in ("send", "receive") else TEXTS[kind]
+            if LANES[kind] in ("send", "receive"):
+                text = TEXTS[kind].split()[0]
+            else:
+                text = TEXTS[kind]
             found.setdefault(COLOURS[kind], {})[text] = None
     return [(colour, ", ".join(texts)) for colour, texts in found.items()]
 

@@ -110,17 +110,22 @@ def _names(timeline: Timeline, rows: Iterable[TraceEvent]) -> Iterator[TraceEven
     for rank in timeline.workers:
         stages = stages_of(timeline, rank)
         name = f"worker {rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for rank, thread in sorted({(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}):
-        lane, row = LANE_ORDER[thread // _THREADS], thread % _THREADS
-        about = {"ph": "M", "pid": rank, "tid": thread}
-        yield {
-            **about,
-            "name": "thread_name",
-            "args": {"name": lane if row == 0 else f"{lane} {row + 1}"},
-        }
-        yield {**about, "name": "thread_sort_index", "args": {"sort_index": thread}}
+        worker = {"ph": "M", "pid": rank}
+        yield {**worker, "name": "process_name", "args": {"name": name}}
+        yield {**worker, "name": "process_sort_index", "args": {"sort_index": rank}}
+
+    threads = {(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}
+    for rank, number in sorted(threads):
+        thread = {"ph": "M", "pid": rank, "tid": number}
+        yield {**thread, "name": "thread_name", "args": {"name": _thread_name(number)}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+def _thread_name(number: int) -> str:
+    """Return "send", or "send 2" for the second row of a lane."""
+    lane = LANE_ORDER[number // _THREADS]
+    row = number % _THREADS
+    return lane if row == 0 else f"{lane} {row + 1}"
 
 
 def _time(seconds: float) -> float:

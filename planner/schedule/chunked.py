@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from planner.schedule.instructions import BackwardWeight, Instruction
@@ -115,17 +116,19 @@ class Interleaved(Chunked):
         self, workers: int, chunks: int, position: int, units: int
     ) -> Iterator[tuple[Work, int, int]]:
         """See base class."""
-        # of groups, some of which have a few more where that leaves a remainder
+        # Some groups have a few units more where the number of groups leaves a remainder.
         count = max(1, units // workers)
-        groups = [
-            range(units * number // count, units * (number + 1) // count) for number in range(count)
-        ]
+        borders = [units * number // count for number in range(count + 1)]
+        groups = [range(begin, end) for begin, end in pairwise(borders)]
+
         forwards = [(chunk, unit) for group in groups for chunk in range(chunks) for unit in group]
         backwards = [
             (chunk, unit) for group in groups for chunk in reversed(range(chunks)) for unit in group
         ]
+
         largest = max(len(group) for group in groups)
         ahead = min(len(forwards), (chunks - 1) * largest + 2 * (workers - 1 - position))
+
         for step in range(len(forwards) + ahead):
             if step < len(forwards):
                 yield "F", *forwards[step]

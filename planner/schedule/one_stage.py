@@ -96,6 +96,7 @@ class DoubleBuffered(Schedule):
             if is_forward:
                 yield from forward(shape, stage, unit, max(0, unit.minibatch - 1))
                 continue
+
             last = unit.microbatch + len(replicas) >= shape.microbatches
             yield from backward(shape, stage, unit, last_of_round=last)
             if last:
@@ -141,16 +142,20 @@ class OneForwardOneBackward(Schedule):
             if is_forward:
                 yield from forward(shape, stage, Unit(mine[index]))
                 continue
+
             round_ = mine[index] // per_round
             last_of_round = index + 1 == len(mine) or mine[index + 1] // per_round > round_
             yield from backward(shape, stage, Unit(mine[index]), last_of_round=last_of_round)
             if last_of_round:
                 yield from _finish_round(shape, stage, rank, round_, minibatches)
+
         # A last, partial round has no minibatch for this replica, but its weights must follow the
         # others'.
         last_round = (minibatches - 1) // per_round
         if minibatches and (not mine or mine[-1] // per_round < last_round):
             yield from _finish_round(shape, stage, rank, last_round, minibatches)
+
+        # What other stages still add to shared weights.
         rounds = -(-minibatches // per_round)
         behind = shape.lag(stage)
         for number, round_ in enumerate(range(max(0, rounds - behind), rounds)):
@@ -236,16 +241,18 @@ class ZeroBubble(Flush):
         draining = max(1, shape.in_flight(stage) - 1)
         waiting: deque[Unit] = deque()
         for is_forward, index in one_forward_one_backward(len(mine), ahead):
+            unit = mine[index]
             if is_forward:
-                yield from forward(shape, stage, mine[index])
+                yield from forward(shape, stage, unit)
             elif behind <= index < len(mine) - draining:
-                yield from backward(shape, stage, mine[index], last_of_round=False)
+                yield from backward(shape, stage, unit, last_of_round=False)
             else:
-                yield from backward(shape, stage, mine[index], last_of_round=False, split=True)
-                waiting.append(mine[index])
+                yield from backward(shape, stage, unit, last_of_round=False, split=True)
+                waiting.append(unit)
                 if len(waiting) > behind:
                     last = index == len(mine) - 1 and len(waiting) == 1
                     yield BackwardWeight(stage, waiting.popleft(), last_of_round=last)
+
         while waiting:
             yield BackwardWeight(stage, waiting.popleft(), last_of_round=not waiting)
         yield from finish_minibatch(shape, [stage], rank, minibatch)

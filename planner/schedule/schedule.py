@@ -105,7 +105,9 @@ class Schedule(ABC):
 
     def versions(self, in_flight: Count) -> Count:
         """Return how many versions of its weights a stage holds with so many units in flight."""
-        return in_flight if self.stashes else in_flight * 0 + self.weight_versions
+        if self.stashes:
+            return in_flight
+        return in_flight * 0 + self.weight_versions
 
     def staleness(self, in_flight: int) -> int:
         """Return how many updates late a stage's gradients are with so many units in flight; 0 as
@@ -158,7 +160,9 @@ class Schedule(ABC):
 
     def turn(self, shape: PipelineShape, unit: Unit) -> int:
         """Return the number of `unit` in the order in which replicas take turns."""
-        return unit.minibatch if shape.microbatches == 1 else unit.microbatch
+        if shape.microbatches == 1:
+            return unit.minibatch
+        return unit.microbatch
 
     @abstractmethod
     def stream(
@@ -289,11 +293,9 @@ class PipelineShape:
         (1F1B-RR).
         """
         replicas = self.ranks[stage]
-        return (
-            replicas[0]
-            if len(replicas) == 1
-            else replicas[self.schedule.turn(self, unit) % len(replicas)]
-        )
+        if len(replicas) == 1:
+            return replicas[0]
+        return replicas[self.schedule.turn(self, unit) % len(replicas)]
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> Units:
         """Return the units of a minibatch that a rank runs at a stage."""
@@ -332,7 +334,9 @@ class PipelineShape:
 
     @cached_property
     def _depths(self) -> tuple[int, ...]:
-        return self.schedule.depths_of(self) if self.depths is None else self.depths
+        if self.depths is not None:
+            return self.depths
+        return self.schedule.depths_of(self)
 
     def versions(self, stage: int) -> int:
         """Return the most versions of its weights that one replica of `stage` holds: what memory is

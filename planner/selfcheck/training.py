@@ -77,10 +77,14 @@ def _equals_one_process(
     plan = even_plan(profile, schedule, replicas)
     entries = lab.train(model, plan, steps).losses
     found = [math.nan if entry.loss is None else entry.loss for entry in entries]
+
     expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, steps)
 
-    reference = "delayed updates in one process" if schedule.asynchronous else "one process"
-    return compared(found, expected, reference, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
+    reference = "one process"
+    if schedule.asynchronous:
+        reference = "delayed updates in one process"
+    limit = LIMIT_GPU if lab.on_gpu else LIMIT_CPU
+    return compared(found, expected, reference, limit)
 
 
 def compared(
@@ -100,7 +104,9 @@ def compared(
         told = f"the loss of minibatch {first} is {found[first]:.6g}"
         return judged(False, f"{told}, and {expected[first]:.6g} in {reference}", worst, limit)
 
-    close = "equal to the bit" if worst == 0 else f"within {worst:.0e} (limit {limit:.0e})"
+    close = "equal to the bit"
+    if worst != 0:
+        close = f"within {worst:.0e} (limit {limit:.0e})"
     return judged(True, f"{len(found)} losses are those of {reference}, {close}", worst, limit)
 
 
@@ -224,7 +230,10 @@ def _killed(lab: Lab) -> Outcome:
         with environment({KILLED: str(mark)}):
             lab.train(CONVOLUTIONAL, plan, 500 * STEPS)
     except PlannerError as error:
-        killed_at = float(mark.read_text(encoding="utf-8")) if mark.exists() else -math.inf
+        if mark.exists():
+            killed_at = float(mark.read_text(encoding="utf-8"))
+        else:
+            killed_at = -math.inf
         seconds = time.time() - killed_at
         named = "worker 0 (stage 0)" in error.message and "SIGKILL" in error.message
         told = f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}"

@@ -151,7 +151,8 @@ class Collective:
         joined = self.rounds.setdefault(number, Round(number))
         joined.joined += 1
         if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
-            joined.backward_start_s, joined.backward_s = start_s, backward_s
+            joined.backward_start_s = start_s
+            joined.backward_s = backward_s
         joined.arrived_s = max(joined.arrived_s, arrived_s)
         return joined if joined.joined == len(self.joined) else None
 
@@ -214,11 +215,10 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
-        ends = (
-            (send.stage, send.peer_stage)
-            if isinstance(send, SendActivation)
-            else (send.peer_stage, send.stage)
-        )
+        if isinstance(send, SendActivation):
+            ends = (send.stage, send.peer_stage)
+        else:
+            ends = (send.peer_stage, send.stage)
         if isinstance(send, SendShared):
             size_bytes: float = self._costs.shared_bytes[ends]
         else:
@@ -274,7 +274,8 @@ class Communication:
         if queue.busy or not queue.waiting or not queue.room:
             return
         size_bytes, latency_s, arrived = queue.waiting.popleft()
-        queue.busy, queue.room = True, queue.room - 1
+        queue.busy = True
+        queue.room -= 1
 
         def ended(end_s: float) -> None:
             queue.busy = False

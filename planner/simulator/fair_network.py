@@ -144,7 +144,8 @@ class FairNetwork:
     def _set_rate(self, flow: _Flow, bytes_per_s: float, now_s: float) -> None:
         moved = flow.bytes_per_s * (now_s - flow.since_s)
         flow.left_bytes = max(0.0, flow.left_bytes - moved)
-        flow.since_s, flow.bytes_per_s = now_s, bytes_per_s
+        flow.since_s = now_s
+        flow.bytes_per_s = bytes_per_s
         flow.version += 1
         end_s = now_s + flow.left_bytes / bytes_per_s
         heapq.heappush(self._ends, (end_s, next(self._number), flow.version, flow))

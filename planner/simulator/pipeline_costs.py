@@ -52,7 +52,9 @@ class StageCosts:
     @property
     def reduced_bytes(self) -> float:
         """Gradients that are all-reduced per round; a reduce-scatter is half of an all-reduce."""
-        return (self.gradient_bytes + self.whole_bytes) / 2 if self.sharded else self.gradient_bytes
+        if not self.sharded:
+            return self.gradient_bytes
+        return (self.gradient_bytes + self.whole_bytes) / 2
 
     @property
     def gathered_bytes(self) -> float:

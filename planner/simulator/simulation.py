@@ -54,7 +54,9 @@ class Completions:
     def period(self) -> int:
         """Units after which every stage is at the same replica of the same round again."""
         microbatches = self.shape.microbatches
-        return microbatches if microbatches > 1 else math.lcm(*self.shape.replicas)
+        if microbatches > 1:
+            return microbatches
+        return math.lcm(*self.shape.replicas)
 
 
 class Simulation:
@@ -134,7 +136,9 @@ class Simulation:
                     if enough():
                         return "ended"
             elif math.isinf(network_s):
-                return "deadlock" if any(self._next.values()) else "done"
+                if any(self._next.values()):
+                    return "deadlock"
+                return "done"
             else:
                 network.finish_next()
 
@@ -153,7 +157,9 @@ class Simulation:
         end_s = max(ends)
         idle = self.communication.network.last_s <= end_s
         done = all(self._clock[rank] <= end_s + begun_s for rank, begun_s in self._begun.items())
-        return end_s if len(ends) == 1 and idle and done and not any(self._next.values()) else None
+        if len(ends) == 1 and idle and done and not any(self._next.values()):
+            return end_s
+        return None
 
     def _wake(self, rank: int, at_s: float) -> None:
         self._clock[rank] = at_s = max(self._clock[rank], at_s)
@@ -242,7 +248,9 @@ class Simulation:
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
 
         # The first backward after an update does not accumulate.
-        accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
+        accumulate_s = 0.0
+        if (rank, stage) in self._has_gradients:
+            accumulate_s = costs.accumulate_s
         self._has_gradients.add((rank, stage))
 
         kind: EventKind

@@ -262,7 +262,9 @@ def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, fl
             unit = (event.stage, event.minibatch, event.microbatch)
             wanted = came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
             last = _later(gathered, wanted)
-            gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
+            gathered = None
+            if event.kind == "update":
+                gathered = came.get((rank, "all_gather", unit))
 
             since_s = max(free_s, start)
             until_s = min(event.start_s, end)
@@ -310,7 +312,8 @@ def _links(
     for link in timeline.links:
         inside = np.minimum(link.end_s, end) - np.maximum(link.start_s, start)
         used = np.array(link.share) if link.share else 1.0
-        share = _share(float((np.clip(inside, 0.0, None) * used).sum()), end - start)
+        busy_s = (np.clip(inside, 0.0, None) * used).sum()
+        share = _share(float(busy_s), end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share
             continue

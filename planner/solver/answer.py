@@ -179,7 +179,10 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
     most = _most_cuts(problem)
     in_time = not problem.clock.passed
     everywhere = in_time and len(problem.layer_costs.profile.layers) <= most
-    cuts = _all_cuts(problem) if everywhere else ends | _beside(problem, ends, between.best)
+    if everywhere:
+        cuts = _all_cuts(problem)
+    else:
+        cuts = ends | _beside(problem, ends, between.best)
     best = between
     if may_pay and in_time and cuts != ends and len(cuts) <= most:
         inside = best_plan(problem if everywhere else cut_after(problem, cuts))

@@ -1,11 +1,13 @@
 """What searches are asked in place of a problem, because no search along the cuts can know all of
 it.
 
-    room     How many communicators a worker has depends on the replicas of its neighbours. Searches count those that a
-             stage has in any plan. Room is kept for more, until the best candidate has it. The
-             first problem of this series is a relaxation, whose bound holds for all plans.
-    copies   A tied weight is counted once. Where its copies do not fit, or cannot be trained, the best plan has all
-             users of the weight in one stage, or counts the weight in every layer that uses it.
+    room     How many communicators a worker has depends on the replicas of its neighbours.
+             Searches count those that a stage has in any plan. Room is kept for more, until the
+             best candidate has it. The first problem of this series is a relaxation, whose bound
+             holds for all plans.
+    copies   A tied weight is counted once. Where its copies do not fit, or cannot be trained, the
+             best plan has all users of the weight in one stage, or counts the weight in every
+             layer that uses it.
 
 Candidates are evaluated for the problem itself, and what they lack decides on the next attempt.
 """

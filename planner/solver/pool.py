@@ -75,7 +75,9 @@ class Pool:
     @property
     def best_s(self) -> float:
         """Seconds that a candidate must be below; infinite without a plan."""
-        return math.inf if self.best is None else self.problem.comparable_s(self.best)
+        if self.best is None:
+            return math.inf
+        return self.problem.comparable_s(self.best)
 
     @property
     def settled(self) -> bool:

@@ -2,7 +2,8 @@
 improves the best.
 
 attempts    what searches are asked in place of the problem, because they cannot know all of it
-proposers   `planner.solver.propose`: regular plans, the exact search along a chain, levels, mixed GPUs, ...
+proposers   `planner.solver.propose`: regular plans, the exact search along a chain, levels,
+            mixed GPUs, ...
 pool        price, then simulation: `planner.solver.pool`
 improve     local search from the best plans
 """

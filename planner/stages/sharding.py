@@ -113,7 +113,9 @@ class ShardedReplicas:
         """How many groups of replicas divide the same, each the whole of it; 1 where all divide it
         together.
         """
-        return self.replicas // self.shards if self.shards_optimizer else 1
+        if not self.shards_optimizer:
+            return 1
+        return self.replicas // self.shards
 
     @property
     def repeats_shards(self) -> bool:
@@ -199,7 +201,9 @@ class PossibleSharding(NamedTuple):
         if not self.optimizer:
             return (_NOTHING,)
         plain = (_OPTIMIZER,) if self.always else (_NOTHING, _OPTIMIZER)
-        return (*plain, _GRADIENTS, _WEIGHTS) if self.gradients else plain
+        if not self.gradients:
+            return plain
+        return (*plain, _GRADIENTS, _WEIGHTS)
 
     def allows(self, sharding: Sharding) -> bool:
         return sharding.level in self.levels

@@ -21,7 +21,7 @@ class Cast:
     dtype: torch.dtype
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the part of a buffer, from the byte `start` on, that holds a value of this shape."""
+        """Return the part of a buffer, from the byte `start` on, for a value of this shape."""
         return buffer.view(self.dtype).as_strided(
             shape, _strides(shape), start // self.dtype.itemsize
         )
@@ -47,7 +47,7 @@ class Blocks:
     block: int
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the part of a buffer, from the byte `start` on, that holds a value of this shape."""
+        """Return the part of a buffer, from the byte `start` on, for a value of this shape."""
         blocks = -(-math.prod(shape) // self.block)
         return buffer[start : start + blocks * (self.block + torch.float32.itemsize)]
 
@@ -91,4 +91,6 @@ def coding_of(codec: Codec, size_bytes: int, dtype: torch.dtype) -> Coding:
     """
     if codec.size_bytes(size_bytes, dtype.itemsize) == size_bytes:
         return Cast(dtype)
-    return Blocks(codec.block) if codec.block else Cast(getattr(torch, codec.name))
+    if codec.block:
+        return Blocks(codec.block)
+    return Cast(getattr(torch, codec.name))

@@ -89,9 +89,10 @@ def error_of(failure: Failure) -> WorkersFailedError:
     # All workers meet a mistake in the input; only what happened to one of them names the worker.
     if failure.exit_code != InputError.exit_code:
         where = worker_name(failure.rank, failure.stage)
-        message = (
-            f"{where}, {failure.activity}: {message}" if failure.activity else f"{where}: {message}"
-        )
+        if failure.activity:
+            message = f"{where}, {failure.activity}: {message}"
+        else:
+            message = f"{where}: {message}"
     error = WorkersFailedError(
         message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again
     )
@@ -130,7 +131,9 @@ def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
         if not any(Path(frame[0]).is_relative_to(library) for library in _LIBRARIES)
     )
     chosen = next(chain(own, others, frames), None)
-    return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
+    if chosen is None:
+        return None
+    return _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
 
 
 def _at(place: str | None) -> str:

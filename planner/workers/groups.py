@@ -90,10 +90,12 @@ class DataGroups:
         more: dict[str, Any] = {}
         # or else NCCL says that it is not there
         if self._place.backend == "nccl" and dist.is_nccl_available():
-            more["pg_options"] = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
-            more["pg_options"].config.max_ctas = MESSAGE_BLOCKS
+            # PyTorch's stub has NCCL on some systems only.
+            options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
+            options.config.max_ctas = MESSAGE_BLOCKS
             # new_group warns where it differs from its own argument
-            more["pg_options"]._timeout = self._timeout
+            options._timeout = self._timeout
+            more["pg_options"] = options
         group = self._make([sender, receiver], **more)
         if dist.get_rank() == sender:
             self._unused.append(lambda token: dist.isend(token, receiver, group))

@@ -96,7 +96,7 @@ class Heartbeat:
         self._device = device
 
     def read(self, *, device: bool = False) -> Beat:
-        """Return what the worker is at; with `device`, what its device is at where that is known."""
+        """Return what the worker is at; with `device`, what its device is at if that is known."""
         beats, what, evaluating = self._now
         if isinstance(what, _Phase):
             beat = Beat(
@@ -147,11 +147,9 @@ def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) ->
     if not isinstance(instruction, Message):
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(instruction).__name__)
         return f"in the{words} of {unit}"
-    what = (
-        f"activations of {unit}"
-        if isinstance(instruction, do.ReceiveActivation | do.SendActivation)
-        else None
-    )
+    what = None
+    if isinstance(instruction, do.ReceiveActivation | do.SendActivation):
+        what = f"activations of {unit}"
     if isinstance(instruction, do.ReceiveShared | do.SendShared):
         what = f"shared weights' gradients of round {minibatch}"
     what = what or f"gradients of {unit}"

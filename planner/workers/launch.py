@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -227,9 +228,9 @@ def _telling_first(
 
     torchrun has no interface for that (read in 2.7 and 2.13): it closes the others inside the poll
     that finds the first failure, adds their exit codes to its own, with times in whole seconds, and
-    tells nothing at all of a start that it tries again. Nor can those that one start leaves be given
-    less time than those of a run that ends. So `PContext.close`, which is public, is replaced while
-    a run lasts, and reads the failures that are known by then.
+    tells nothing at all of a start that it tries again. Nor can those that one start leaves be
+    given less time than those of a run that ends. So `PContext.close`, which is public, is replaced
+    while a run lasts, and reads the failures that are known by then.
 
     Args:
         tell: called once for a start, with no exit code where none has failed.
@@ -269,7 +270,9 @@ def _ended_by(exit_code: int) -> str:
     leave no choice.
     """
     name = signal.Signals(-exit_code).name
-    return f"ended by signal {name}" if exit_code == -signal.SIGTERM else f"killed by {name}"
+    if exit_code == -signal.SIGTERM:
+        return f"ended by signal {name}"
+    return f"killed by {name}"
 
 
 def secret_file(job: Job) -> Path:
@@ -277,7 +280,9 @@ def secret_file(job: Job) -> Path:
     one.
     """
     chosen = job.elastic.secret_file
-    return default_file(job.run, str(job.elastic.rendezvous)) if chosen is None else Path(chosen)
+    if chosen is None:
+        return default_file(job.run, str(job.elastic.rendezvous))
+    return Path(chosen)
 
 
 @contextmanager

@@ -17,7 +17,9 @@ from datetime import timedelta
 from functools import cache, lru_cache
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from planner.errors import InputError, WorkerError, first_line
@@ -74,7 +76,9 @@ def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def first_node(nodes: str) -> str:
     """Return the first host of Slurm's list: "gpu03" of "gpu[03-05,7],cpu1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
+    if not first:
+        return nodes
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 # of a list such as "4(x2),1"
@@ -132,11 +136,10 @@ def _open_store(host: str, port: int) -> None:
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        store = (
-            _listen(host, port)
-            if opens
-            else TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
-        )
+        if opens:
+            store = _listen(host, port)
+        else:
+            store = TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
         _agree_on_start(Part("planner", protected(store)), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"

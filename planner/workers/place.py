@@ -115,7 +115,9 @@ def names_of(seats: Sequence[Seat]) -> str:
 
 def available_cores() -> int:
     """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cores_to_send(workers: int) -> bool:
@@ -158,7 +160,9 @@ def kind_here() -> DeviceType:
 
 def gpus_here() -> int:
     """Return how many GPUs this process sees."""
-    return 0 if (kind := kind_here()) == "cpu" else runtime_of(kind).count()
+    if (kind := kind_here()) == "cpu":
+        return 0
+    return runtime_of(kind).count()
 
 
 def choose_place(
@@ -229,9 +233,9 @@ def check_backend(device: DeviceType, backend: Backend | None) -> None:
     CPUs.
     """
     if backend not in (None, "gloo", runtime_of(device).backend):
-        where = (
-            "`device=cpu` computes on none" if device == "cpu" else f"`device={device}` on others"
-        )
+        where = "`device=cpu` computes on none"
+        if device != "cpu":
+            where = f"`device={device}` on others"
         raise InputError(
             f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`"
         )

@@ -16,7 +16,8 @@ def leave_result(store: Store, result: TrainResult) -> None:
     content = result.model_dump_json().encode()
     parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)]
     for number, part in enumerate(parts):
-        store.set(f"result/{number}", part)  # type: ignore[arg-type]  # PyTorch's stub knows no bytes
+        # PyTorch's stub knows no bytes.
+        store.set(f"result/{number}", part)  # type: ignore[arg-type]
     store.set(_COUNT, str(len(parts)))
 
 

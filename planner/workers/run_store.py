@@ -6,7 +6,8 @@ hosts meet, stays for as long as the run does, so what one start tells another o
 
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import WorkerError, first_line
 from planner.workers.job import Job

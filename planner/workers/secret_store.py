@@ -22,7 +22,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 from pydantic import ValidationError
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports both by a star import.
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from planner.errors import WorkerError
 from planner.formats.files import Record
@@ -60,7 +62,8 @@ class SecretStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """See base class."""
         name = self._name(key)
-        self._store.set(name, self._sealed(name, value))  # type: ignore[arg-type]  # PyTorch's stub knows no bytes
+        # PyTorch's stub knows no bytes.
+        self._store.set(name, self._sealed(name, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """See base class."""
@@ -114,15 +117,17 @@ class SecretStore(Store):
         """See base class."""
         names = [self._name(key) for key in keys]
         sealed = [self._sealed(name, value) for name, value in zip(names, values, strict=True)]
-        self._store.multi_set(names, sealed)  # type: ignore[attr-defined]  # missing in PyTorch's stub
+        # missing in PyTorch's stub
+        self._store.multi_set(names, sealed)  # type: ignore[attr-defined]
 
     def _compare_set(self, name: str, expected: bytes, desired: bytes) -> bytes:
-        return self._store.compare_set(name, expected, desired)  # type: ignore[arg-type]  # as above
+        # PyTorch's stub knows no bytes.
+        return self._store.compare_set(name, expected, desired)  # type: ignore[arg-type]
 
     def _limit_wait(self) -> None:
         # PyTorch sets the time-out of this object, which the other store must learn before it
-        # waits.
-        self._store.set_timeout(self.timeout)  # type: ignore[attr-defined]  # missing in PyTorch's stub
+        # waits. PyTorch's stub has no such method.
+        self._store.set_timeout(self.timeout)  # type: ignore[attr-defined]
 
     def _name(self, key: str) -> str:
         return f"planner/{hmac.new(self._name_secret, key.encode(), _HASH).hexdigest()}"

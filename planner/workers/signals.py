@@ -33,7 +33,9 @@ def ended_by_signals() -> Iterator[None]:
     """
     # Python lets no other thread handle signals.
     in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in ending_signals()} if in_main else {}
+    before = {}
+    if in_main:
+        before = {number: signal.getsignal(number) for number in ending_signals()}
     for number in before:
         signal.signal(number, _raise)
     try:

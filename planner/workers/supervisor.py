@@ -23,7 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.formats.files import replace
@@ -235,21 +236,26 @@ class Supervisor:
             return
 
     def _tell_and_ask(self, store: Store, sequence: int) -> Failure | str | None:
+        """Write this worker's page, look for workers that hang, and return the cause that somebody
+        has reported, or what is wrong with the store.
+        """
         try:
             store.set(f"page/{self._rank}", self._own(sequence).model_dump_json())
             if self._detector is not None:
-                unknown = [
-                    rank for rank in range(self._job.plan.workers) if rank not in self._known
-                ]
-                self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
-                texts = store.multi_get([f"page/{rank}" for rank in self._known])
-                read = [record_in(text, "page", Page) for text in texts]
-                pages = dict(zip(self._known, read, strict=True))
-                if (hang := self._detector.look(pages, time.monotonic())) is not None:
+                hang = self._detector.look(self._pages(store), time.monotonic())
+                if hang is not None:
                     _post(store, hang)
             return cause_in(store)
         except RuntimeError as error:
             return first_line(error)
+
+    def _pages(self, store: Store) -> dict[int, Page]:
+        """Return the pages of the workers that have written one, by rank."""
+        unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
+        self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
+        texts = store.multi_get([f"page/{rank}" for rank in self._known])
+        pages = [record_in(text, "page", Page) for text in texts]
+        return dict(zip(self._known, pages, strict=True))
 
     def _own(self, sequence: int) -> Page:
         beat = self._heartbeat.read(device=True)

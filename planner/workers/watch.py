@@ -111,7 +111,8 @@ class HangDetector:
                 moved_s = now_s + self._first_s * (page is _NONE_YET)
                 self._seen[rank] = _Seen(page, page, moved_s, moved_s)
             else:
-                seen.written_s = now_s if page.sequence != seen.page.sequence else seen.written_s
+                if page.sequence != seen.page.sequence:
+                    seen.written_s = now_s
                 seen.page = page
         limit_s = self._timeout_s + max(seen.page.beat.slowest_s for seen in self._seen.values())
         # For how long each has not moved although it could have.
@@ -138,11 +139,9 @@ class HangDetector:
             # the worker is at.
             if (page.beat.device or page.beat).state != "waiting":
                 at = f", at {page.place}" if page.place else ""
-                return (
-                    self._failure(rank, self._found(rank, stuck[rank]) + at)
-                    if rank in late
-                    else None
-                )
+                if rank not in late:
+                    return None
+                return self._failure(rank, self._found(rank, stuck[rank]) + at)
         if len(late) < self._job.plan.workers:
             return None
         # All wait, the first one for what another one has sent: the streams of a checked plan
@@ -201,7 +200,9 @@ def cause_in(store: Store) -> Failure | None:
 def last_beat(store: Store, rank: int) -> Beat | None:
     """Return what a worker was last heard of; None if it has written nothing."""
     page = f"page/{rank}"
-    return read_record(store, page, Page).beat if store.check([page]) else None
+    if not store.check([page]):
+        return None
+    return read_record(store, page, Page).beat
 
 
 class NextWorker:
@@ -215,7 +216,8 @@ class NextWorker:
     def __init__(self, on_gone: Callable[[int], None]) -> None:
         rank = dist.get_rank()
         self._workers = dist.get_world_size()
-        self._next, self._previous = (rank + 1) % self._workers, (rank - 1) % self._workers
+        self._next = (rank + 1) % self._workers
+        self._previous = (rank - 1) % self._workers
         self._on_gone = on_gone
         self._left = False
         # gloo, whose connections break with the process, and of its own: when an operation on a

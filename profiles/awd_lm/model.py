@@ -1,9 +1,10 @@
 """AWD-LSTM language model (Merity et al. 2018) with six LSTM layers, for Penn Treebank.
 
-PipeDream (SOSP 2019) trains an "AWD LM" without giving the sizes of its layers. We assume the published widths
-(embedding 400, hidden 1,150, 70 words at a time, 10,000 words) and six layers. Embedding and output are not tied,
-because PipeDream cannot share a weight between stages. We leave out DropConnect on the recurrent weights: it changes
-weights, not activations, and costs next to nothing.
+PipeDream (SOSP 2019) trains an "AWD LM" without giving the sizes of its layers. We assume the
+published widths (embedding 400, hidden 1,150, 70 words at a time, 10,000 words) and six layers.
+Embedding and output are not tied, because PipeDream cannot share a weight between stages. We leave
+out DropConnect on the recurrent weights: it changes weights, not activations, and costs next to
+nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ example_batch, loss, optimizer = GNMT8.example_batch, GNMT8.loss, GNMT8.optimize
 
 
 def build_model() -> nn.Module:
-    """Return a model of eight layers in the encoder and eight in the decoder, with random weights."""
+    """Return eight layers in the encoder and eight in the decoder, with random weights."""
     model: nn.Module = GNMT8.GNMT(8, 1024, GNMT8.VOCABULARY)
     return model
 

@@ -1,8 +1,9 @@
 """GNMT (Wu et al. 2016): LSTM encoder and decoder with attention, as PipeDream and MLPerf train it.
 
-The encoder's first layer is bidirectional. The decoder's first layer attends to the encoder (Bahdanau et al. 2015,
-normalised), and every later layer gets the attention's result besides its own input. Residual connections start at the
-third layer of each. In training the whole target sentence is known, so attention is computed for all words at once.
+The encoder's first layer is bidirectional. The decoder's first layer attends to the encoder
+(Bahdanau et al. 2015, normalised), and every later layer gets the attention's result besides its
+own input. Residual connections start at the third layer of each. In training the whole target
+sentence is known, so attention is computed for all words at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Normalised additive attention: queries (batch, targets, width), keys (batch, sources, width) -> like queries."""
+    """Normalised additive attention: queries (batch, targets, width), keys (batch, sources, width)
+    -> like queries.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +58,8 @@ class Attention(nn.Module):
 
 
 class GNMT(nn.Module):
-    """Source and target words (batch, 50) each -> scores of the next target word (batch, 50, vocabulary).
+    """Source and target words (batch, 50) each -> scores of the next target word (batch, 50,
+    vocabulary).
 
     Args:
         layers: LSTM layers in the encoder, and as many in the decoder.

@@ -1,7 +1,9 @@
-"""GPT-2 small (Radford et al. 2019): 12 blocks, 124 million parameters, the embedding tied to the output.
+"""GPT-2 small (Radford et al. 2019): 12 blocks, 124 million parameters, the embedding tied to the
+output.
 
-It trains on the sources of the Python standard library, byte by byte. Bytes need only 256 of the 50,257 tokens, but the
-weights and the arithmetic of the whole vocabulary are part of the model's cost.
+It trains on the sources of the Python standard library, byte by byte. Bytes need only 256 of the
+50,257 tokens, but the weights and the arithmetic of the whole vocabulary are part of the model's
+cost.
 """
 
 from __future__ import annotations

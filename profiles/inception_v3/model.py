@@ -1,4 +1,6 @@
-"""Inception-v3 (Szegedy et al. 2016) for ImageNet, with its auxiliary classifier and torchvision's layers."""
+"""Inception-v3 (Szegedy et al. 2016) for ImageNet, with its auxiliary classifier and torchvision's
+layers.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,8 @@ class Auxiliary(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """Images (batch, 3, 299, 299) -> class scores (batch, 1000), of the main and the auxiliary classifier.
+    """Images (batch, 3, 299, 299) -> class scores (batch, 1000), of the main and the auxiliary
+    classifier.
 
     Args:
         blocks: number of InceptionC blocks, four as published.

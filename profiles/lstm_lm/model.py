@@ -1,4 +1,5 @@
-"""LSTM language model (Zaremba et al. 2014, medium size): embedding, two LSTM layers of 650, decoder.
+"""LSTM language model (Zaremba et al. 2014, medium size): embedding, two LSTM layers of 650,
+decoder.
 
 It trains on the sources of the Python standard library, byte by byte.
 """

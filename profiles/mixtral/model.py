@@ -1,4 +1,5 @@
-"""A small Mixtral (Jiang et al. 2024): 6 layers of 8 experts, of which each token uses two, 64 tokens.
+"""A small Mixtral (Jiang et al. 2024): 6 layers of 8 experts, of which each token uses two, 64
+tokens.
 
 Needs `transformers` (pip install 'transformers>=4.50'); weights are random, nothing is downloaded.
 """

@@ -1,4 +1,6 @@
-"""ResNet-50 (He et al. 2016) on 64x64 images: the published layers, ten classes, scikit-learn's handwritten digits."""
+"""ResNet-50 (He et al. 2016) on 64x64 images: the published layers, ten classes, scikit-learn's
+handwritten digits.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """S2VT (Venugopalan et al. 2015): videos to sentences with two LSTM layers of 1,000 over 80 steps.
 
-The first layer reads the frames. The second reads the first one's output and the words so far. Frames come first, then
-words, 80 steps in all. Each of the last 20 steps scores a word (we assume 20, since descriptions have 7 words on
-average). The vocabulary has 46,168 words as in the authors' released model; we assume that PipeDream's has as many.
+The first layer reads the frames. The second reads the first one's output and the words so far.
+Frames come first, then words, 80 steps in all. Each of the last 20 steps scores a word (we assume
+20, since descriptions have 7 words on average). The vocabulary has 46,168 words as in the authors'
+released model; we assume that PipeDream's has as many.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ VOCABULARY = 46_168
 
 
 class S2VT(nn.Module):
-    """Frames (batch, 80, 4096) and words so far (batch, 80) -> scores of the next word (batch, 20, vocabulary).
+    """Frames (batch, 80, 4096) and words so far (batch, 80) -> scores of the next word (batch, 20,
+    vocabulary).
 
     Args:
         width: of the LSTM layers.

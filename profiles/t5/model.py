@@ -1,4 +1,5 @@
-"""T5-small (Raffel et al. 2020): encoder and decoder of 6 layers, 60 million parameters, 64 tokens each.
+"""T5-small (Raffel et al. 2020): encoder and decoder of 6 layers, 60 million parameters, 64 tokens
+each.
 
 Needs `transformers` (pip install 'transformers>=4.50'); weights are random, nothing is downloaded.
 """

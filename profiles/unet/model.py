@@ -1,6 +1,8 @@
-"""U-Net (Ronneberger et al. 2015): four levels down and up, 31 million parameters, on 128x128 images.
+"""U-Net (Ronneberger et al. 2015): four levels down and up, 31 million parameters, on 128x128
+images.
 
-As usual today, convolutions are padded, so that the scores are as large as the image, and BatchNorm follows them.
+As usual today, convolutions are padded, so that the scores are as large as the image, and BatchNorm
+follows them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""VGG-16 on 32x32 images of handwritten digits, from the package, where `plan quickstart` uses it."""
+"""VGG-16 on 32x32 images of handwritten digits: the package's own, which `plan quickstart` uses."""
 
 from planner.demo.vgg16 import build_model, dataset, example_batch, loss, optimizer
 

@@ -1,8 +1,8 @@
 """Runs compared with their simulations: timing errors by hand, and stage times told from everything
 else.
 
-The timing errors are those of `benchmarks.testbed.timeline`: other tests of the simulator compare runs by
-them, too.
+The timing errors are those of `benchmarks.testbed.timeline`: other tests of the simulator compare
+runs by them, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from planner.solver.request import Request
 from tests.samples import layer, profile
 
 GB = 10**9
-# The all-reduce of 32 GB takes 2.6 s on 100 Gbit/s, less than a backward of 4 s, and 13 s at a fifth of it.
+# The all-reduce of 32 GB takes 2.6 s on 100 Gbit/s, less than a backward of 4 s, and 13 s at a
+# fifth of it.
 HEAVY = profile(
     *(
         layer(name, 0.5, 1.0, output_bytes=10**6, weight_bytes=8 * GB, saved_bytes=10**6)

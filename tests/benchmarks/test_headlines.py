@@ -37,7 +37,14 @@ def test_every_number_belongs_to_a_part() -> None:
     ],
 )
 def test_verdicts(better: str, stated: float | None, now: float | None, verdict: str) -> None:
-    number = Number("a.b", "a number", "measured", ".1f", better, spread=0.1)  # type: ignore[arg-type]
+    number = Number(
+        "a.b",
+        "a number",
+        "measured",
+        ".1f",
+        better,  # type: ignore[arg-type]
+        spread=0.1,
+    )
     assert number.verdict(stated, now) == verdict
 
 

@@ -36,7 +36,10 @@ import torch
 from torch import nn
 
 def build_model():
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.2))
+        for _ in range(4)
+    ]
     return nn.Sequential(nn.Linear(12, 64), *blocks, nn.Linear(64, 3))
 
 def example_batch(batch_size):

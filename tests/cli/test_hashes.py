@@ -19,7 +19,9 @@ NAMES = {"alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"}
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleDict({name: nn.Linear(4, number + 1) for number, name in enumerate(sorted(NAMES))})
+        self.parts = nn.ModuleDict(
+            {name: nn.Linear(4, number + 1) for number, name in enumerate(sorted(NAMES))}
+        )
         self.head = nn.Linear(36, 2)
 
     def forward(self, x):

@@ -247,9 +247,15 @@ def start_long_run(
     `until`.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "planner", "train", "model.py", "--plan", plan, "--steps", "100000000", *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            *(sys.executable, "-m", "planner", "train", "model.py"),
+            *("--plan", plan, "--steps", "100000000", *arguments),
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     _LONG_RUNS.append(process)
     deadline = time.monotonic() + 4 * TIMEOUT_S
     workers = load_plan(folder / plan).workers

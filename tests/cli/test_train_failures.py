@@ -27,11 +27,13 @@ from torch import nn
 FAULT = os.environ.get("FAULT")
 
 if FAULT and FAULT != "once":
-    # After an error NCCL waits for kernels that wait for a peer: what leaves a process group may never return.
+    # After an error NCCL waits for kernels that wait for a peer: what leaves a process group may
+    # never return.
     def block(*_):
         time.sleep(10_000)
     torch.distributed.ProcessGroup.abort = torch.distributed.ProcessGroup.shutdown = block
-    torch.distributed.destroy_process_group = torch.distributed.distributed_c10d._abort_process_group = block
+    torch.distributed.destroy_process_group = block
+    torch.distributed.distributed_c10d._abort_process_group = block
 
 def build_model():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -104,10 +106,17 @@ def failing(
 ) -> tuple[int, list[str]]:
     """Exit code and stderr's lines of a run with `fault` in the user's code."""
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "planner", "train", "model.py", "--epochs", "1", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        [
+            *(sys.executable, "-m", *launcher, "planner", "train", "model.py"),
+            *("--epochs", "1", *arguments),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
         env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.stdout == ""
     return done.returncode, done.stderr.strip().splitlines()
 
@@ -123,7 +132,9 @@ def test_user_code_that_blocks_is_named_with_its_line(folder: Path) -> None:
 
 
 def srun(folder: Path, fault: str) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of two processes with the variables that srun sets for two tasks on one node."""
+    """Exit code, stdout and stderr of two processes with the variables that srun sets for two tasks
+    on one node.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     job = {
@@ -189,12 +200,24 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
 @pytest.mark.parametrize(
     ("fault", "start", "end"),
     [
-        ("target", "worker 1 (stage 1), in the forward of minibatch ", f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})"),  # noqa: E501
-        ("step", "worker ", f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})"),
-        ("memory", "worker 0 (stage 0), in the forward of minibatch ", f" (Cannot allocate memory) (model.py:{line_of('torch.empty')})"),  # noqa: E501
+        (
+            "target",
+            "worker 1 (stage 1), in the forward of minibatch ",
+            f"IndexError: Target 9 is out of bounds. (loss() at model.py:{line_of('def loss')})",
+        ),
+        (
+            "step",
+            "worker ",
+            f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})",
+        ),
+        (
+            "memory",
+            "worker 0 (stage 0), in the forward of minibatch ",
+            f" (Cannot allocate memory) (model.py:{line_of('torch.empty')})",
+        ),
         ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
     ],
-)  # fmt: skip
+)
 def test_the_first_failure_is_named_in_one_sentence(
     folder: Path, fault: str, start: str, end: str
 ) -> None:
@@ -244,7 +267,9 @@ def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_
 def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(
     folder: Path, fault: str, told: str
 ) -> None:
-    """Each torchrun stands for a host. Nothing but the watch's thread can end the first worker before the time-out."""
+    """Each torchrun stands for a host. Nothing but the watch's thread can end the first worker
+    before the time-out.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]

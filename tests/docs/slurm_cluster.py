@@ -73,10 +73,14 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
-        self._daemon(
-            "munged", self._controller, ["munged", "-F", "--force", f"--key-file={key}", f"--socket={files['socket']}",
-            f"--pid-file={files['pid']}", f"--log-file={files['log']}", f"--seed-file={files['seed']}"],
-        )  # fmt: skip
+        options = [
+            f"--key-file={key}",
+            f"--socket={files['socket']}",
+            f"--pid-file={files['pid']}",
+            f"--log-file={files['log']}",
+            f"--seed-file={files['seed']}",
+        ]
+        self._daemon("munged", self._controller, ["munged", "-F", "--force", *options])
         until(files["socket"].exists, 20, "munged did not start")
         for name in self.nodes:
             (self.folder / f"spool-{name}").mkdir()

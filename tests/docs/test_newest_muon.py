@@ -36,7 +36,8 @@ class Small(nn.Module):
 def _set_gradients(model: nn.Module, seed: int) -> None:
     tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
-    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -64,7 +65,10 @@ def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> Non
     for step in range(3):
         _set_gradients(model, step)
         before = {name: parameter.detach().clone() for name, parameter in _matrices(model).items()}
-        gradients = {name: parameter.grad.clone() for name, parameter in _matrices(model).items()}  # type: ignore[union-attr]
+        gradients = {
+            name: parameter.grad.clone()  # type: ignore[union-attr]
+            for name, parameter in _matrices(model).items()
+        }
         optimizer.step()
         for name, parameter in _matrices(model).items():
             averages[name] = 0.9 * averages[name] + 0.1 * gradients[name]

@@ -345,7 +345,10 @@ OPTIMIZERS = {
                 named = list(named_parameters)
                 decayed = [p for name, p in named if p.ndim > 1]
                 others = [p for name, p in named if p.ndim <= 1]
-                groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+                groups = [
+                    {"params": decayed, "weight_decay": 0.1},
+                    {"params": others, "weight_decay": 0.0},
+                ]
                 return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
                 """,
         }
@@ -356,8 +359,12 @@ OPTIMIZERS = {
             "optimizer": """
                 groups = {}
                 for name, p in named_parameters:
-                    groups.setdefault(name.split(".")[1] if name.startswith("blocks") else name[:4], []).append(p)
-                return torch.optim.SGD([{"params": ps, "lr": 0.05 * (1 + i)} for i, ps in enumerate(groups.values())])
+                    groups.setdefault(
+                        name.split(".")[1] if name.startswith("blocks") else name[:4], []
+                    ).append(p)
+                return torch.optim.SGD(
+                    [{"params": ps, "lr": 0.05 * (1 + i)} for i, ps in enumerate(groups.values())]
+                )
                 """,
         },
         refusable=True,
@@ -372,7 +379,9 @@ OPTIMIZERS = {
 
                     @torch.no_grad()
                     def step(self, closure=None):
-                        every = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+                        every = [
+                            p for g in self.param_groups for p in g["params"] if p.grad is not None
+                        ]
                         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in every]))
                         for group in self.param_groups:
                             for p in group["params"]:

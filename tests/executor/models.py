@@ -19,7 +19,8 @@ class Block(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        # No bias: BatchNorm removes it, and its gradient would be rounding noise, which AdamW blows up.
+        # No bias: BatchNorm removes it, and its gradient would be rounding noise, which AdamW
+        # blows up.
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
@@ -58,7 +59,9 @@ import torch
 from torch import nn
 
 class Net(nn.Module):
-    """Every block sees the embedding (a skip over all cuts), and the mask is a boolean value without gradient."""
+    """Every block sees the embedding (a skip over all cuts), and the mask is a boolean value
+    without gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -70,10 +73,12 @@ class Net(nn.Module):
     def forward(self, tokens, scale):
         first = self.embed(tokens)
         mask = (tokens % 3 == 0).unsqueeze(-1)
-        places = torch.arange(tokens.shape[1], device=tokens.device)[:, None] % 2  # each stage makes them itself
+        # Each stage makes them itself.
+        places = torch.arange(tokens.shape[1], device=tokens.device)[:, None] % 2
         x = first
         for block in self.blocks:
-            x = torch.tanh(block(torch.cat([x, first], -1)) + places).masked_fill(mask, 0.5) * scale[:, None, None]
+            h = torch.tanh(block(torch.cat([x, first], -1)) + places)
+            x = h.masked_fill(mask, 0.5) * scale[:, None, None]
         return self.head(self.norm(x))
 
 def build_model():
@@ -174,14 +179,25 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.before, self.between = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8, bias=False)
+        self.query, self.key, self.value = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 8),
+            nn.Linear(16, 8, bias=False),
+        )
         self.out = nn.Linear(16, 16)
-        self.up, self.gate, self.down = nn.Linear(16, 24), nn.Linear(16, 24, bias=False), nn.Linear(24, 16)
+        self.up, self.gate, self.down = (
+            nn.Linear(16, 24),
+            nn.Linear(16, 24, bias=False),
+            nn.Linear(24, 16),
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
         h = self.before(x)
-        q, k, v = (made.unflatten(-1, (-1, 4)).transpose(1, 2) for made in (self.query(h), self.key(h), self.value(h)))
+        q, k, v = (
+            made.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for made in (self.query(h), self.key(h), self.value(h))
+        )
         a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
         x = x + self.drop(self.out(a.transpose(1, 2).flatten(2)))
         h = self.between(x)
@@ -206,7 +222,11 @@ def build_model():
 
 def tensor_parallel_plan():
     columns, rows = ("query", "key", "value", "up", "gate"), ("out", "down")
-    plan = {f"blocks.*.{name}": style for names, style in ((columns, "colwise"), (rows, "rowwise")) for name in names}
+    plan = {
+        f"blocks.*.{name}": style
+        for names, style in ((columns, "colwise"), (rows, "rowwise"))
+        for name in names
+    }
     return plan | {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
 def example_batch(batch_size):
@@ -265,7 +285,10 @@ FLATTENED = (
 class Product(nn.Module):
     def __init__(self, inputs, outputs, bias=True):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / 4), nn.Parameter(torch.randn(outputs) / 4)
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) / 4),
+            nn.Parameter(torch.randn(outputs) / 4),
+        )
 
     def forward(self, x):
         made = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
@@ -313,7 +336,12 @@ class Experts(nn.Module):
         weights, chosen = self.router(tokens).softmax(-1).topk(2)
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order // 2]
-        ends = (chosen.flatten() == torch.arange(self.count, device=x.device)[:, None]).sum(1).cumsum(0).int()
+        ends = (
+            (chosen.flatten() == torch.arange(self.count, device=x.device)[:, None])
+            .sum(1)
+            .cumsum(0)
+            .int()
+        )
         both, down = self.both.bfloat16().transpose(1, 2), self.down.transpose(1, 2).bfloat16()
         gate, up = F.grouped_mm(rows.bfloat16(), both, offs=ends).chunk(2, -1)
         made = F.grouped_mm(self.drop(F.silu(gate) * up), down, offs=ends)
@@ -330,7 +358,10 @@ class Block(Block):
 
     def forward(self, x):
         h = self.before(x)
-        q, k, v = (made.unflatten(-1, (-1, 4)).transpose(1, 2) for made in (self.query(h), self.key(h), self.value(h)))
+        q, k, v = (
+            made.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for made in (self.query(h), self.key(h), self.value(h))
+        )
         a = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True, enable_gqa=True)
         x = x + self.drop(self.out(a.transpose(1, 2).flatten(2)))
         return x + self.experts(self.between(x))
@@ -365,7 +396,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(19, 16)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(4)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(4)]
+        )
         self.drop = nn.Dropout(0.2)
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 19, bias=False)
@@ -408,7 +441,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         config = GPT2Config(
-            vocab_size=19, n_positions=8, n_embd=16, n_layer=3, n_head=2, attn_implementation="eager", use_cache=False
+            vocab_size=19, n_positions=8, n_embd=16, n_layer=3, n_head=2,
+            attn_implementation="eager", use_cache=False
         )
         self.gpt = GPT2LMHeadModel(config)
 
@@ -441,8 +475,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 def build_model():
     config = MixtralConfig(
-        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, use_cache=False
     )
     return MixtralForCausalLM(config)
 

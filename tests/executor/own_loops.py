@@ -28,7 +28,14 @@ import torch
 from torch import nn
 
 def build_model():
-    return nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.05), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(4, 32),
+        nn.Dropout(0.05),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 1),
+    )
 
 def example_batch(n):
     x = torch.randn(n, 4)

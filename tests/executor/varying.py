@@ -37,8 +37,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
-        heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = [
+            part.unflatten(-1, (4, 4)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        ]
+        x = x + self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(x)))
 
 class Net(nn.Module):
@@ -87,7 +92,9 @@ def evaluation_dataset():
 
 def collate(samples):
     inputs = nn.utils.rnn.pad_sequence([each[:-1] for each in samples], batch_first=True)
-    return (inputs,), nn.utils.rnn.pad_sequence([each[1:] for each in samples], batch_first=True, padding_value=-100)
+    return (inputs,), nn.utils.rnn.pad_sequence(
+        [each[1:] for each in samples], batch_first=True, padding_value=-100
+    )
 
 def loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -102,8 +109,13 @@ PACKED = (
     + """
 class Block(Block):
     def forward(self, x, mask):
-        heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
-        x = x + self.out(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
+        heads = [
+            part.unflatten(-1, (4, 4)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        ]
+        x = x + self.out(
+            F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(x)))
 
 class Net(Net):
@@ -122,15 +134,21 @@ def lengths():
 
 def example_batch(batch_size, words):
     document = torch.arange(words).div(5, rounding_mode="floor").expand(batch_size, -1).contiguous()
-    return (torch.randint(1, 23, (batch_size, words)), document), torch.randint(1, 23, (batch_size, words))
+    return (torch.randint(1, 23, (batch_size, words)), document), torch.randint(
+        1, 23, (batch_size, words)
+    )
 
 def sample(number):
     # One to three documents, of which each has labels for all words but its first.
     return [sample_of_one(3 * number + part) for part in range(1 + number % 3)]
 
 def collate(samples):
-    pad = lambda rows, value: nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows], True, value)
-    documents = [[torch.full((len(each) - 1,), part) for part, each in enumerate(row)] for row in samples]
+    pad = lambda rows, value: nn.utils.rnn.pad_sequence(
+        [torch.cat(row) for row in rows], True, value
+    )
+    documents = [
+        [torch.full((len(each) - 1,), part) for part, each in enumerate(row)] for row in samples
+    ]
     inputs = pad([[each[:-1] for each in row] for row in samples], 0)
     return (inputs, pad(documents, -1)), pad([[each[1:] for each in row] for row in samples], -100)
 """
@@ -144,8 +162,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.source, self.target = nn.Embedding(23, 16), nn.Embedding(23, 16)
-        self.encoder = nn.ModuleList([nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)])
-        self.decoder = nn.ModuleList([nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)])
+        self.encoder = nn.ModuleList(
+            [nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)]
+        )
+        self.decoder = nn.ModuleList(
+            [nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2)]
+        )
         self.head = nn.Linear(16, 23)
 
     def forward(self, source, target):
@@ -167,7 +189,9 @@ def example_batch(batch_size, source, target):
 def collate(samples):
     pad = lambda rows, value: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
     targets = [each.flip(0)[: 3 + len(each) // 2] for each in samples]
-    return (pad(samples, 0)[:, :12], pad([t[:-1] for t in targets], 0)), pad([t[1:] for t in targets], -100)
+    return (pad(samples, 0)[:, :12], pad([t[:-1] for t in targets], 0)), pad(
+        [t[1:] for t in targets], -100
+    )
 """
 )
 
@@ -202,7 +226,9 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        return [torch.randint(1, 30, (WORDS[index] + more,), generator=generator) for more in (0, 2)]
+        return [
+            torch.randint(1, 30, (WORDS[index] + more,), generator=generator) for more in (0, 2)
+        ]
 
 def dataset():
     return Sentences()
@@ -211,9 +237,13 @@ def sampler(microbatch_size, microbatches, seed):
     return BucketSampler(WORDS, microbatch_size, microbatches, seed=seed, pool=4)
 
 def collate(samples):
-    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=value
+    )
     sources, targets = zip(*samples)
-    return (pad(sources, 0), pad([each[:-1] for each in targets], 0)), pad([each[1:] for each in targets], -100)
+    return (pad(sources, 0), pad([each[:-1] for each in targets], 0)), pad(
+        [each[1:] for each in targets], -100
+    )
 
 def loss(output, target):
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
@@ -229,8 +259,17 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 def build_model():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=40, decoder_start_token_id=0, use_cache=False, **sizes))
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=40, decoder_start_token_id=0, use_cache=False, **sizes)
+    )
 
 def lengths():
     return {"source": (3, 20), "target": (3, 12)}
@@ -238,7 +277,11 @@ def lengths():
 def example_batch(batch_size, source, target):
     words = torch.randint(1, 40, (batch_size, source))
     labels = torch.randint(1, 40, (batch_size, target))
-    return (), {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels}, None
+    return (
+        (),
+        {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels},
+        None,
+    )
 
 class Sentences(torch.utils.data.Dataset):
     def __len__(self):
@@ -246,7 +289,9 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        source, target = (int(torch.randint(*each, (), generator=generator)) for each in ((3, 21), (3, 13)))
+        source, target = (
+            int(torch.randint(*each, (), generator=generator)) for each in ((3, 21), (3, 13))
+        )
         return [torch.randint(1, 40, (words,), generator=generator) for words in (source, target)]
 
 def dataset():
@@ -256,7 +301,11 @@ def collate(samples):
     pad = lambda rows, value: nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
     sources, targets = zip(*samples)
     mask = pad([torch.ones_like(each) for each in sources], 0)
-    return (), {"input_ids": pad(sources, 0), "attention_mask": mask, "labels": pad(targets, -100)}, None
+    return (
+        (),
+        {"input_ids": pad(sources, 0), "attention_mask": mask, "labels": pad(targets, -100)},
+        None,
+    )
 
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

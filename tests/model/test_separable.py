@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_groups_that_stages_do_not_divide_may_have_norms() -> None:
 def test_elements_are_tried_where_an_optimizer_says_they_may() -> None:
     found = tried(people.FalselyElementwise, by_elements=True)
     assert found.combines  # and already without, by its clipping
-    without = lambda parameters: people.FalselyElementwise(parameters, max_grad_norm=None)  # noqa: E731
+    without = partial(people.FalselyElementwise, max_grad_norm=None)
     assert tried(without).problem is None
     assert str(tried(without, by_elements=True).problem).startswith(
         "combines elements of parameters"

@@ -49,7 +49,8 @@ def test_a_wrong_gradient_and_a_wrong_type_at_a_cut_are_found(
         }
 
     def doubled(self: StageModule, *args: object) -> dict[str, Tensor]:
-        return {name: value.double() for name, value in plain(self, *args).items()}  # type: ignore[arg-type]
+        values = plain(self, *args)  # type: ignore[arg-type]
+        return {name: value.double() for name, value in values.items()}
 
     monkeypatch.setattr(StageModule, "forward", scaled)
     outcome = cut_case(lab, "convolutional")

@@ -98,8 +98,8 @@ def one_layer_on_two_kinds() -> tuple[Profile, Cluster]:
 def test_the_search_is_near_the_best_of_all_plans(
     schedule: str, microbatches: int, instance: tuple[Profile, Cluster]
 ) -> None:
-    """With sharded optimizers and recomputed layers; benchmarks/solver_quality/mixed_gpus says how near, on more
-    instances.
+    """With sharded optimizers and recomputed layers; benchmarks/solver_quality/mixed_gpus says how
+    near, on more instances.
     """
     model, cluster = instance
     problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))

@@ -27,7 +27,8 @@ import atexit, threading, torch.distributed as dist
 from torch.distributed import distributed_c10d
 from planner.workers.ending import abort_groups, bound_exit
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.ProcessGroup.abort = distributed_c10d._abort_process_group = lambda *_: threading.Event().wait()
+wait = lambda *_: threading.Event().wait()
+dist.ProcessGroup.abort = distributed_c10d._abort_process_group = wait
 def shut_down():  # as a library may
     print("shutting down", flush=True)
     threading.Event().wait()
@@ -76,8 +77,11 @@ os._exit(0)
 def run(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
 
 
 def test_neither_an_abort_nor_the_shutdown_that_block_keep_a_process_from_ending() -> None:

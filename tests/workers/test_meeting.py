@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports both by a star import.
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import WorkerError
 from planner.workers.job import LAUNCHER_VARIABLE

@@ -38,7 +38,8 @@ def test_a_cpu_has_no_tf32() -> None:
     Numerics(tf32=True).check("cuda")
     with pytest.raises(
         InputError,
-        match=r"TF32 is a mode of CUDA's GPUs, and `device=cpu` has none\nhint: give `dtype=float32`",
+        match=r"TF32 is a mode of CUDA's GPUs, and `device=cpu` has none\n"
+        r"hint: give `dtype=float32`",
     ):
         Numerics(tf32=True).check("cpu")
 

@@ -198,7 +198,10 @@ def test_slices_of_one_gpu_are_one_gpu_to_nccl() -> None:
         Gpu(uuid=f"MIG-{number}", name="A100 MIG 3g.20gb", board="00:1b:00") for number in range(2)
     ]
     seats = [Seat(rank=rank, host="a", server=0, gpus=(gpu,)) for rank, gpu in enumerate(slices)]
-    message = r"^worker 0 \(a\) and worker 1 \(a\) would have slices of one GPU, and NCCL needs one for each"
+    message = (
+        r"^worker 0 \(a\) and worker 1 \(a\) would have slices of one GPU, "
+        r"and NCCL needs one for each"
+    )
     with pytest.raises(InputError, match=message):
         choose_place(seats, 0, "cuda", None)
     assert choose_place(seats, 0, "cuda", "gloo").wire == CPU.wire

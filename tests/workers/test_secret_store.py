@@ -65,7 +65,8 @@ def everything(store: Store) -> list[object]:
     ]
     store.set("b", "text")
     store.set("c", "")
-    store.multi_set(["d", "e"], ["4", "5"])  # type: ignore[attr-defined]  # missing in PyTorch's stub
+    # missing in PyTorch's stub
+    store.multi_set(["d", "e"], ["4", "5"])  # type: ignore[attr-defined]
     store.wait(["b", "c"], timedelta(seconds=1))
     return [
         *answers,

@@ -25,7 +25,10 @@ class Waiting:
         exec(compile(source, str(path), "exec"), names)
         self._goes_on = threading.Event()
         self._is_there = threading.Event()
-        self.thread = threading.Thread(target=names["outer"], args=(self._wait,))  # type: ignore[arg-type]
+        self.thread = threading.Thread(
+            target=names["outer"],  # type: ignore[arg-type]
+            args=(self._wait,),
+        )
         self.thread.start()
         assert self._is_there.wait(TIMEOUT_S)
 

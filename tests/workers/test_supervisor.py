@@ -10,7 +10,9 @@ from datetime import timedelta
 from typing import ClassVar, cast
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports both by a star import.
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import PlannerError
 from planner.formats.plan import Plan

@@ -173,9 +173,8 @@ def main() -> None:
         )
     )
     print(measured_table(samples, arguments.device))
-    print(
-        f"\n{json.dumps(shares(fit(DEVICES[arguments.device], [(s.trace, s.profile) for s in samples])))}\n"
-    )
+    fitted = fit(DEVICES[arguments.device], [(s.trace, s.profile) for s in samples])
+    print(f"\n{json.dumps(shares(fitted))}\n")
     print(
         published_table()
         if PIPEDREAM.is_dir()

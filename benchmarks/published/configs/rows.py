@@ -1,7 +1,9 @@
 """PipeDream's published configurations, copied from the two papers.
 
-    arXiv   Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv 1806.03377, Table 1
-    SOSP    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Table 1
+    arXiv   Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training",
+            arXiv 1806.03377, Table 1
+    SOSP    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training",
+            SOSP 2019, Table 1
 
 The first gives speed-ups over one machine and over data parallelism (BSP), the second only over
 data parallelism.

@@ -1,6 +1,7 @@
 """What a day of a spot market leaves of a run: simulated over a published trace. See ../README.md.
 
-python -m benchmarks.published.spot           # simulate, print the table, and draw docs/images/elastic-spot.svg
+python -m benchmarks.published.spot           # simulate, print the table, and draw
+                                              # docs/images/elastic-spot.svg
 python -m benchmarks.published.spot --solve   # solve for all numbers of instances anew before
 """
 

@@ -4,10 +4,12 @@ Parallelization", NeurIPS 2021).
 Edges from one node are one value here, which crosses a cut once. Such a profile can be planned
 with, not trained with.
 
-    timePerSample                forward and backward; what recomputing adds is taken for the forward
+    timePerSample                forward and backward; what recomputing adds is taken for the
+                                 forward
     memoryUsageA, memoryUsageB   bytes of each microbatch in flight, and those beside them
     parameterSize                bytes that replicas all-reduce; they are part of memoryUsageB
-    syncTimeFw, syncTimeBw       left out: bytes that ranks exchange beside an edge's own where a cut crosses that
+    syncTimeFw, syncTimeBw       left out: bytes that ranks exchange beside an edge's own where a
+                                 cut crosses that
 """
 
 import graphlib

@@ -2,9 +2,9 @@
 place of ours.
 
 Stages, plans and the search are those of `plan solve --tensor`. What a stage moves and holds is
-what the formulas of `benchmarks.solver_quality.piper.formulas` say: every edge that a cut crosses counts, with the
-bytes that a group exchanges beside it, and each layer has the memory that the file gives for it,
-with and without recomputing.
+what the formulas of `benchmarks.solver_quality.piper.formulas` say: every edge that a cut crosses
+counts, with the bytes that a group exchanges beside it, and each layer has the memory that the file
+gives for it, with and without recomputing.
 """
 
 from __future__ import annotations

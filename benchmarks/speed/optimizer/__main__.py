@@ -99,8 +99,8 @@ def _whole_process_s(path: Path, gpus: int) -> float:
     its end.
     """
     program = (
-        "from benchmarks.published.graph_txt import load_graph_txt; from benchmarks.published.cost_models "
-        "import solve_published"
+        "from benchmarks.published.graph_txt import load_graph_txt; "
+        "from benchmarks.published.cost_models import solve_published"
     )
     program += (
         f"; print(solve_published(load_graph_txt({str(path)!r}), {gpus}, {BANDWIDTH_BYTES_PER_S}))"

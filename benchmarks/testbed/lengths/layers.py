@@ -122,7 +122,8 @@ class Layer(nn.Module):
         super().__init__()
         self.number = number
         self.weight = nn.Parameter(torch.zeros(max(1, block.weight_bytes // ELEMENT_BYTES)))
-        self.weight.update_s = block.update_s  # type: ignore[attr-defined]  # for the optimizer, which sees no layers
+        # for the optimizer, which sees no layers
+        self.weight.update_s = block.update_s  # type: ignore[attr-defined]
 
     def forward(self, value: Tensor, source: Tensor, target: Tensor) -> Tensor:
         made: Tensor = layer(value, self.weight, source, target, self.number)

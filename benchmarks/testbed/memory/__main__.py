@@ -65,7 +65,9 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         batch = load_model_file({path!r}).example_batch(1)
-        return tree_map(lambda leaf: leaf if leaf is None else leaf[0], (batch.args, batch.kwargs, batch.target))
+        return tree_map(
+            lambda leaf: leaf if leaf is None else leaf[0], (batch.args, batch.kwargs, batch.target)
+        )
 
 
 def dataset():

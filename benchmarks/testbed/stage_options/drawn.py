@@ -269,7 +269,8 @@ def table(rows: Sequence[Case], about: str) -> str:
         if not row.failure
     ]
     failures = "".join(f"\n- {', '.join(row.words)}: {row.failure}" for row in rows if row.failure)
-    return f"{about}\n\n{tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt='github')}{failures}"
+    table = tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt="github")
+    return f"{about}\n\n{table}{failures}"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ _POLL_S = 0.02
 _STORES = """
 import sys, time
 from torch.distributed import TCPStore
-stores = [TCPStore(sys.argv[1], int(port), is_master=True, wait_for_workers=False) for port in sys.argv[2:]]
+stores = [
+    TCPStore(sys.argv[1], int(port), is_master=True, wait_for_workers=False)
+    for port in sys.argv[2:]
+]
 print("open", flush=True)
 time.sleep(1e6)
 """

@@ -109,10 +109,11 @@ class DoubleBufferedModel(AsynchronousModel):
             ring_s = float(placed._ring_s(work, np.float64(r)))
             share = np.ceil(self.microbatches / r) * r
             receive_s, send_s = transfers.busiest(ranks)
-            own: Busy = {"compute": placed.resources_s(work, r)["compute"]}
-            own["receive"], own["send"] = (
-                np.asarray(share * each_s + ring_s) for each_s in (receive_s, send_s)
-            )
+            own: Busy = {
+                "compute": placed.resources_s(work, r)["compute"],
+                "receive": np.asarray(share * receive_s + ring_s),
+                "send": np.asarray(share * send_s + ring_s),
+            }
             busy.append(own)
         placement.add_shared(busy, loads, 1)
         return busy

@@ -37,7 +37,9 @@ def reduce_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
     sharded.
     """
     whole_s = ring_all_reduce_s(work.trainable_bytes, replicas, link)
-    return np.where(work.sharded, whole_s / 2, whole_s) if np.any(work.sharded) else whole_s
+    if not np.any(work.sharded):
+        return whole_s
+    return np.where(work.sharded, whole_s / 2, whole_s)
 
 
 def finish_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:

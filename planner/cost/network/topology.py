@@ -163,19 +163,27 @@ def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
     met = np.empty((len(groups), len(ranks)))
     for level, size in enumerate(groups):
         wanted = _groups_by_turn(ranks, size, turns)
-        there, counts = np.unique(_groups_by_turn(others, size, turns), return_counts=True)
-        nearest = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
-        met[level] = np.where(there[nearest] == wanted, counts[nearest], 0)
+        met[level] = _occurrences(_groups_by_turn(others, size, turns), wanted)
 
     shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // turns)
     shares.setflags(write=False)
     return np.asarray(shares)
 
 
+def _occurrences(numbers: Integers, wanted: Integers) -> Integers:
+    """Return how often each of the wanted numbers occurs among others."""
+    there, counts = np.unique(numbers, return_counts=True)
+    nearest = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
+    return np.where(there[nearest] == wanted, counts[nearest], 0)
+
+
 def _groups_by_turn(ranks: Ranks, size: int, turns: int) -> Integers:
     """Number the groups of `size` ranks, one for each turn, and return that of each rank."""
-    # of a range, because an array of thousands of its numbers takes long
-    numbers = np.arange(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)
+    if isinstance(ranks, range):
+        # An array of thousands of its numbers would take long.
+        numbers = np.arange(ranks.start, ranks.stop)
+    else:
+        numbers = np.asarray(ranks)
     turn = np.arange(len(ranks)) % turns
     return np.asarray(numbers // size * turns + turn)
 
@@ -272,7 +280,9 @@ class Loads:
 
 
 def _index(ranks: Ranks) -> slice | Integers:
-    return slice(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)
+    if isinstance(ranks, range):
+        return slice(ranks.start, ranks.stop)
+    return np.asarray(ranks)
 
 
 Resource = Literal["compute", "receive", "send", "shared_link"]

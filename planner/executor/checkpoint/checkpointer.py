@@ -89,7 +89,9 @@ class Keeper:
     @property
     def found(self) -> int:
         """Minibatches done in the state to go on from."""
-        return 0 if self.saved is None else position(self.saved, self._data)
+        if self.saved is None:
+            return 0
+        return position(self.saved, self._data)
 
     def restore(self) -> int:
         """Fill this worker's stages from the state to go on from; return the number of minibatches
@@ -138,9 +140,10 @@ class Checkpointer(Keeper):
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
-        self.saved = (
-            None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
-        )
+        if self.resumed_from is None:
+            self.saved = None
+        else:
+            self.saved = folders.load_checkpoint(self.resumed_from)
 
     def save(
         self,
@@ -181,7 +184,9 @@ class Checkpointer(Keeper):
     def check_last(self) -> None:
         """Raise PlannerError, at the end of the run, when its last checkpoint was not written."""
         if self._problem is not None:
-            kept = f"the newest is '{self.newest}'" if self.newest is not None else "there is none"
+            kept = "there is none"
+            if self.newest is not None:
+                kept = f"the newest is '{self.newest}'"
             problem = (
                 f"the last checkpoint could not be written to '{self.folder}' "
                 f"({self._problem}); {kept}"

@@ -2,7 +2,7 @@
 remove.
 
     FOLDER/
-        step-00000200/                    complete: it got this name when everything in it was on disk
+        step-00000200/                    complete: it got this name when all in it was on disk
             index.json                    a `Checkpoint`, with the checksums of all files beside it
             index.sha256                  its own checksum; `sha256sum -c` reads it
             stage-0.weights.safetensors   parameters and buffers by their names in the model

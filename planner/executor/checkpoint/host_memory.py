@@ -5,7 +5,7 @@ that train.
         step-00000040-0003/               after 40 minibatches, of the start with this number
             stage-0.weights.safetensors   what this host's workers wrote, and what other hosts sent
             ...
-            index.json                    a `Checkpoint`, written when all files were in place on all hosts
+            index.json                    a `Checkpoint`, written when all hosts had all files
             losses.jsonl                  as beside checkpoints, until then
             start.json                    of the start that made it
         losses.jsonl                      that the run goes on with

@@ -13,6 +13,7 @@ types are refused: reading never makes an object of a class that a file names.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,13 @@ from planner.errors import InputError
 from planner.executor.communication.sharding import Shard, Sharding, divided
 from planner.formats.files import GrownRecord, Record, replace
 from planner.model.tensor.dimensions import Cut
-from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows
+from planner.model.tensor.division import (
+    DividedWeights,
+    divided_weights,
+    is_divided,
+    own_memory,
+    own_rows,
+)
 
 
 def to_json(value: Any, place: str) -> Any:
@@ -34,7 +41,9 @@ def to_json(value: Any, place: str) -> Any:
         case None | bool() | int() | str():
             return value
         case float():
-            return value if math.isfinite(value) else {"float": str(value)}
+            if math.isfinite(value):
+                return value
+            return {"float": str(value)}
         case tuple():
             return {"tuple": [to_json(item, place) for item in value]}
         case list():
@@ -107,6 +116,13 @@ class StatePart(GrownRecord):
     tensors: tuple[str, ...]
     slice: Slice | None = None  # None where the elements are of the whole parameter
 
+    @property
+    def ending(self) -> str:
+        """The end of the names of its tensors in the file: "[0:8]", "[0:8, 1 of 2]" of a slice."""
+        if self.slice is None:
+            return f"[{self.start}:{self.stop}]"
+        return f"[{self.start}:{self.stop}, {self.slice.place} of {self.slice.of}]"
+
 
 class ParameterState(GrownRecord):
     """Optimizer state of one parameter: the keys of its tensors, and all other values."""
@@ -121,16 +137,12 @@ class ParameterState(GrownRecord):
         """Return, by key, the names in the file of the tensors that the optimizer keeps for
         `parameter`.
         """
-        part = self.part
-        where = (
-            "" if part is None or part.slice is None else f", {part.slice.place} of {part.slice.of}"
-        )
-        ending = (
-            {}
-            if part is None
-            else dict.fromkeys(part.tensors, f"[{part.start}:{part.stop}{where}]")
-        )
-        return {key: f"{parameter}.{key}{ending.get(key, '')}" for key in self.tensors}
+        names = {key: f"{parameter}.{key}" for key in self.tensors}
+        if self.part is None:
+            return names
+
+        of_part = names.keys() & set(self.part.tensors)
+        return names | {key: names[key] + self.part.ending for key in of_part}
 
 
 class ParameterGroup(Record):
@@ -141,7 +153,7 @@ class ParameterGroup(Record):
 
 
 class OptimizerState(Record):
-    """The state of an optimizer, as a checkpoint's index has it; its tensors are in a file beside."""
+    """The state of an optimizer in a checkpoint's index; its tensors are in a file beside."""
 
     kind: str  # the optimizer's class
     learning_rate_factor: float = 1.0  # learning rates here relative to the user's
@@ -164,67 +176,87 @@ def take_state(
     names = {parameter: name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
     division = divided_weights(module)
+
     groups: list[ParameterGroup] = []
     states: dict[str, ParameterState] = {}
     tensors: dict[str, Tensor] = {}
-    for parameters, stepped, packed_group in _groups(optimizer, packed, sharding):
-        hyperparameters = {
-            key: to_json(value, f"the optimizer's '{key}'")
-            for key, value in packed_group.items()
-            if key not in ("params", "param_names")
-        }
-        own = tuple(names[parameter] for parameter in parameters)
-        groups.append(ParameterGroup(parameters=own, hyperparameters=hyperparameters))
-        for number, (parameter, shard) in stepped.items():
-            name = names[parameter]
-            state = packed["state"].get(number, {})
-            if shard is not None and shard.is_master:
-                state = state | {_MASTER: shard.stepped.data}
+    for group in _groups(optimizer, packed, sharding):
+        groups.append(_saved_group(group, names))
+
+        for stepped in group.stepped:
+            state = packed["state"].get(stepped.number, {})
+            if stepped.shard is not None and stepped.shard.is_master:
+                state = state | {_MASTER: stepped.shard.stepped.data}
             if not state:
                 continue
-            kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            values = {
-                k: to_json(v, f"the optimizer's '{k}' of '{name}'")
-                for k, v in state.items()
-                if k not in kept
-            }
-            part = None
-            if shard is None or shard.whole:
-                kept = {
-                    k: division.whole(name, v) if v.shape == parameter.shape else v
-                    for k, v in kept.items()
-                }
-            else:
-                sliced = None
-                if (group := division.group) is not None and (
-                    cut := division.cuts.get(name)
-                ) is not None:
-                    sliced = Slice(
-                        place=group.place,
-                        of=group.degree,
-                        dimension=cut.dimension,
-                        blocks=cut.blocks,
-                    )
-                of_shard = tuple(
-                    key for key, value in kept.items() if value.shape == shard.stepped.shape
-                )
-                part = StatePart(
-                    start=shard.start,
-                    stop=shard.stop,
-                    order=shard.order,
-                    tensors=of_shard,
-                    slice=sliced,
-                )
-            if division.is_first_rank or (part is not None and part.slice is not None):
-                states[name] = ParameterState(tensors=tuple(kept), values=values, part=part)
-                tensors.update(
-                    {stored: kept[key] for key, stored in states[name].stored(name).items()}
-                )
-    kind = type(optimizer).__name__
-    state = OptimizerState(
-        kind=kind, learning_rate_factor=learning_rate_factor, groups=tuple(groups), states=states
+
+            name = names[stepped.parameter]
+            saved, kept = _saved_state(name, stepped, state, division)
+            has_slice = saved.part is not None and saved.part.slice is not None
+            if division.is_first_rank or has_slice:
+                states[name] = saved
+                tensors |= {stored: kept[key] for key, stored in saved.stored(name).items()}
+
+    saved_optimizer = OptimizerState(
+        kind=type(optimizer).__name__,
+        learning_rate_factor=learning_rate_factor,
+        groups=tuple(groups),
+        states=states,
     )
-    return state, tensors
+    return saved_optimizer, tensors
+
+
+def _saved_group(group: "_Group", names: Mapping[nn.Parameter, str]) -> ParameterGroup:
+    hyperparameters = {
+        key: to_json(value, f"the optimizer's '{key}'")
+        for key, value in group.packed.items()
+        if key not in ("params", "param_names")
+    }
+    own = tuple(names[parameter] for parameter in group.parameters)
+    return ParameterGroup(parameters=own, hyperparameters=hyperparameters)
+
+
+def _saved_state(
+    name: str, stepped: "_Stepped", state: Mapping[str, Any], division: DividedWeights
+) -> tuple[ParameterState, dict[str, Tensor]]:
+    """Return what a checkpoint has of a parameter's state, and its tensors by their keys; all ranks
+    that divide the parameter call it.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    values = {
+        key: to_json(value, f"the optimizer's '{key}' of '{name}'")
+        for key, value in state.items()
+        if key not in tensors
+    }
+
+    part = None
+    if stepped.shard is None or stepped.shard.whole:
+        for key, value in tensors.items():
+            if value.shape == stepped.parameter.shape:
+                tensors[key] = division.whole(name, value)
+    else:
+        part = _part_of(stepped.shard, tensors, _slice_of(name, division))
+    return ParameterState(tensors=tuple(tensors), values=values, part=part), tensors
+
+
+def _part_of(shard: Shard, tensors: Mapping[str, Tensor], sliced: Slice | None) -> StatePart:
+    of_shard = tuple(key for key, value in tensors.items() if value.shape == shard.stepped.shape)
+    return StatePart(
+        start=shard.start, stop=shard.stop, order=shard.order, tensors=of_shard, slice=sliced
+    )
+
+
+def _slice_of(name: str, division: DividedWeights) -> Slice | None:
+    """Return which slice of a parameter this rank has; None where it has the whole."""
+    cut = division.cuts.get(name)
+    if division.group is None or cut is None:
+        return None
+    return Slice(
+        place=division.group.place,
+        of=division.group.degree,
+        dimension=cut.dimension,
+        blocks=cut.blocks,
+    )
 
 
 def give_state(
@@ -244,59 +276,99 @@ def give_state(
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     # A tied parameter may have been saved under another of its names.
-    first = {
+    names_here = {
         name: names[parameter]
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    hyperparameters: dict[str, dict[str, Any]] = {}
-    # of groups of which this part of the model has no parameter
-    by_place: dict[int, dict[str, Any]] = {}
-    states: dict[str, list[tuple[str, ParameterState]]] = {}
-    for part in saved:
-        if part.kind != (kind := type(optimizer).__name__):
-            problem = (
-                f"the checkpoint has the state of {part.kind}, but the model file's "
-                f"optimizer is {kind}"
-            )
-            raise InputError(problem, hint=SAME_OPTIMIZER)
-        for index, group in enumerate(part.groups):
-            values = {key: from_json(value) for key, value in group.hyperparameters.items()}
-            values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
-            hyperparameters |= {first.get(name, name): values for name in group.parameters}
-            if len(part.groups) == len(optimizer.param_groups):
-                by_place[index] = values
-        for name, state in part.states.items():
-            before = states.setdefault(first.get(name, name), [])
-            if state.part is None or (before and before[-1][1].part is None):
-                before.clear()
-            before.append((name, state))
-    packed = optimizer.state_dict()
+    saved_states = _collected(saved, optimizer, names_here, learning_rate_factor)
     division = divided_weights(module)
+
+    packed = optimizer.state_dict()
     packed["state"] = {}
-    for index, (parameters, stepped, packed_group) in enumerate(
-        _groups(optimizer, packed, sharding)
-    ):
-        common = _common([names[parameter] for parameter in parameters], hyperparameters)
-        packed_group.update(common if parameters else by_place.get(index, {}))
-        for number, (parameter, shard) in stepped.items():
-            name = names[parameter]
-            if name not in states:
+    for index, group in enumerate(_groups(optimizer, packed, sharding)):
+        if group.parameters:
+            own = [names[parameter] for parameter in group.parameters]
+            group.packed.update(_common(own, saved_states.hyperparameters))
+        else:
+            group.packed.update(saved_states.by_place.get(index, {}))
+
+        for stepped in group.stepped:
+            name = names[stepped.parameter]
+            if name not in saved_states.of_parameters:
                 continue
-            shape = division.whole_shape(name, parameter.shape)
-            found = _joined(states[name], read, shape)
-            for key, value in found.items():
+            shape = division.whole_shape(name, stepped.parameter.shape)
+            state = _joined(saved_states.of_parameters[name], read, shape)
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    found[key] = division.part(name, value)
-            master = found.pop(_MASTER, None)
-            if shard is not None and shard.is_master and master is not None:
-                shard.stepped.data.copy_(shard.cut_from(master))
-            elif master is not None:
-                own_memory(parameter).data.copy_(
-                    master[own_rows(parameter)] if is_divided(parameter) else master
-                )
-            if found:
-                packed["state"][number] = found if shard is None else divided(found, shard)
+                    state[key] = division.part(name, value)
+
+            master = state.pop(_MASTER, None)
+            if master is not None:
+                _restore_master(stepped, master)
+            if state:
+                shard = stepped.shard
+                packed["state"][stepped.number] = state if shard is None else divided(state, shard)
     optimizer.load_state_dict(packed)
+
+
+@dataclass(frozen=True)
+class _SavedStates:
+    """What the stages of a checkpoint have of an optimizer, by the names of parameters here."""
+
+    hyperparameters: dict[str, dict[str, Any]]
+    # of groups, by their places, of which this part of the model may have no parameter
+    by_place: dict[int, dict[str, Any]]
+    # parts of a parameter's state, each with the name that it was saved under
+    of_parameters: dict[str, list[tuple[str, ParameterState]]]
+
+
+def _collected(
+    saved: Iterable[OptimizerState],
+    optimizer: Optimizer,
+    names_here: Mapping[str, str],
+    learning_rate_factor: float,
+) -> _SavedStates:
+    collected = _SavedStates({}, {}, {})
+    for stage in saved:
+        _check_kind(stage, optimizer)
+        ratio = learning_rate_factor / stage.learning_rate_factor
+
+        for index, group in enumerate(stage.groups):
+            values = {key: from_json(value) for key, value in group.hyperparameters.items()}
+            values = rescale_rates(values, ratio)
+            for name in group.parameters:
+                collected.hyperparameters[names_here.get(name, name)] = values
+            if len(stage.groups) == len(optimizer.param_groups):
+                collected.by_place[index] = values
+
+        for name, state in stage.states.items():
+            parts = collected.of_parameters.setdefault(names_here.get(name, name), [])
+            # The state of a whole parameter stands alone; the last one counts.
+            if state.part is None or (parts and parts[-1][1].part is None):
+                parts.clear()
+            parts.append((name, state))
+    return collected
+
+
+def _check_kind(saved: OptimizerState, optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if saved.kind != kind:
+        raise InputError(
+            f"the checkpoint has the state of {saved.kind}, but the model file's optimizer is "
+            f"{kind}",
+            hint=SAME_OPTIMIZER,
+        )
+
+
+def _restore_master(stepped: "_Stepped", master: Tensor) -> None:
+    """Set a parameter, or what a replica steps of it, to the float32 weights of a checkpoint."""
+    if stepped.shard is not None and stepped.shard.is_master:
+        stepped.shard.stepped.data.copy_(stepped.shard.cut_from(master))
+        return
+
+    parameter = stepped.parameter
+    rows = master[own_rows(parameter)] if is_divided(parameter) else master
+    own_memory(parameter).data.copy_(rows)
 
 
 def _joined(
@@ -307,65 +379,105 @@ def _joined(
     """
     name, last = parts[-1]
     of_part = () if last.part is None else last.part.tensors
-    found = {key: read(stored) for key, stored in last.stored(name).items() if key not in of_part}
-    found |= {key: from_json(value) for key, value in last.values.items()}
-    if last.part is None:
-        return found
-    cut = Cut(0)
-    slices = [last.part.slice]
+    state = {key: read(stored) for key, stored in last.stored(name).items() if key not in of_part}
+    state |= {key: from_json(value) for key, value in last.values.items()}
+    if last.part is not None:
+        state |= {key: _joined_tensor(key, parts, last.part, read, shape) for key in of_part}
+    return state
+
+
+def _joined_tensor(
+    key: str,
+    parts: Sequence[tuple[str, ParameterState]],
+    like: StatePart,
+    read: Callable[[str], Tensor],
+    shape: Sequence[int],
+) -> Tensor:
+    """Return a tensor of a parameter's state from the parts that are laid out as `like` is."""
+
+    def elements(place: Slice | None) -> list[tuple[StatePart, Tensor]]:
+        return [
+            (state.part, read(state.stored(name)[key]))
+            for name, state in parts
+            if state.part is not None
+            and state.part.order == like.order
+            and state.part.slice == place
+        ]
+
+    name, _ = parts[-1]
+    if like.slice is None:
+        return _whole(name, elements(None), shape)
+
+    cut = Cut(like.slice.dimension, like.slice.blocks)
     own_shape = list(shape)
-    if (sliced := last.part.slice) is not None:
-        cut = Cut(sliced.dimension, sliced.blocks)
-        slices = [replace(sliced, place=place) for place in range(sliced.of)]
-        own_shape[cut.dimension] //= sliced.of
-    for key in of_part:
-        wholes = []
-        for place in slices:
-            like = last.part.order, place
-            alike = [
-                (n, s, s.part) for n, s in parts if s.part and (s.part.order, s.part.slice) == like
-            ]
-            elements = [(part, read(state.stored(called)[key])) for called, state, part in alike]
-            wholes.append(_whole(name, elements, own_shape))
-        found[key] = wholes[0] if sliced is None else cut.whole(wholes)
-    return found
+    own_shape[cut.dimension] //= like.slice.of
+    slices = [replace(like.slice, place=place) for place in range(like.slice.of)]
+    return cut.whole([_whole(name, elements(place), own_shape) for place in slices])
 
 
 def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    end = 0
+    """Return the tensor of this shape whose elements the parts have; raise InputError where they
+    lack some.
+    """
     elements = math.prod(shape)
+    end = 0  # what comes before it is there
     for part in sorted((part for part, _ in parts), key=lambda part: part.start):
-        end = max(end, part.stop) if part.start <= end else end
+        if part.start <= end:
+            end = max(end, part.stop)
     if end < elements:
         problem = (
             f"the checkpoint has the optimizer's state of only some elements of '{name}': "
             f"{end} is missing"
         )
         raise InputError(problem, hint="resume from another checkpoint")
+
     flat = torch.empty(elements, dtype=parts[0][1].dtype)
     for part, own in parts:
         flat[part.start : part.stop] = own
+
+    # `order` names the dimensions as they lie in memory.
     order = parts[0][0].order
     laid_out = flat.view([shape[dimension] for dimension in order])
     return laid_out.permute([order.index(dimension) for dimension in range(len(order))])
 
 
+@dataclass(frozen=True)
+class _Stepped:
+    """A parameter whose state an optimizer has, of all of it or of a replica's shard."""
+
+    number: int  # as the optimizer's `state_dict()` numbers it
+    parameter: nn.Parameter
+    shard: Shard | None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of parameters, those of them that this replica steps, and the group's entry in the
+    optimizer's `state_dict()`.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    stepped: list[_Stepped]
+    packed: dict[str, Any]
+
+
 def _groups(
     optimizer: Optimizer, packed: Mapping[str, Any], sharding: Sharding | None
-) -> Iterator[
-    tuple[Sequence[nn.Parameter], dict[int, tuple[nn.Parameter, Shard | None]], dict[str, Any]]
-]:
-    shards = (
-        {} if sharding is None else {shard.stepped: shard for shard in sharding.shards.values()}
-    )
-    for index, (group, packed_group) in enumerate(
-        zip(optimizer.param_groups, packed["param_groups"], strict=True)
-    ):
-        stepped = {}
+) -> Iterator[_Group]:
+    """Yield the groups of an optimizer whose `state_dict()` is `packed`."""
+    shards: dict[nn.Parameter, Shard] = {}
+    if sharding is not None:
+        shards = {shard.stepped: shard for shard in sharding.shards.values()}
+
+    entries = zip(optimizer.param_groups, packed["param_groups"], strict=True)
+    for index, (group, packed_group) in enumerate(entries):
+        stepped = []
         for number, own in zip(packed_group["params"], group["params"], strict=True):
             shard = shards.get(own)
-            stepped[number] = (own if shard is None else shard.parameter, shard)
-        yield group["params"] if sharding is None else sharding.groups[index], stepped, packed_group
+            parameter = own if shard is None else shard.parameter
+            stepped.append(_Stepped(number, parameter, shard))
+        parameters = group["params"] if sharding is None else sharding.groups[index]
+        yield _Group(parameters, stepped, packed_group)
 
 
 def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
@@ -383,21 +495,22 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
     return scaled
 
 
-def _common(names: list[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _common(names: Sequence[str], hyperparameters: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the hyperparameters that parameters of one group were all saved with."""
+    first = names[0]
     for name in names:
         if name not in hyperparameters:
             problem = (
                 f"the checkpoint's optimizer did not train '{name}', but the model file's does"
             )
             raise InputError(problem, hint=SAME_OPTIMIZER)
-        for key, value in hyperparameters[names[0]].items():
-            if (other := hyperparameters[name].get(key)) != value:
-                problem = (
-                    f"'{name}' was trained with {key} = {other}, '{names[0]}' with "
-                    f"{value}; now they are a group"
-                )
+
+        for key, value in hyperparameters[first].items():
+            other = hyperparameters[name].get(key)
+            if other != value:
                 raise InputError(
-                    problem,
+                    f"'{name}' was trained with {key} = {other}, '{first}' with {value}; now they "
+                    f"are a group",
                     hint="resume with a plan that cuts the model as before, or with other groups",
                 )
-    return hyperparameters[names[0]] if names else {}
+    return hyperparameters[first]

@@ -56,11 +56,9 @@ class Pretrained:
                 names.setdefault(tensor, []).append(name)
         sources: dict[str, str] = {}
         for tensor, tied in names.items():
-            wanted = (
-                tied
-                if self._name_in_file is None
-                else [n for name in tied if (n := self._name_in_file(name))]
-            )
+            wanted = tied
+            if self._name_in_file is not None:
+                wanted = [n for name in tied if (n := self._name_in_file(name))]
             present = [name for name in wanted if name in self._shapes]
             if wanted and not present:
                 hint = (
@@ -121,7 +119,10 @@ def _files(path: Path) -> list[Path]:
             raise InputError(
                 f"'{index}' is no index of safetensors files", hint='it has a "weight_map"'
             ) from None
-    found = [path] if path.suffix == SUFFIX and path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
+    if path.suffix == SUFFIX and path.is_file():
+        found = [path]
+    else:
+        found = sorted(path.glob(f"*{SUFFIX}"))
     if not found:
         hint = (
             "weights are read from safetensors files alone: "

@@ -259,9 +259,15 @@ def _history(
     cause = f" ({faults[0].message})" if faults else ""
     lost = [name for identity, name in last.hosts.items() if identity not in now]
     came = [name for identity, name in now.items() if identity not in last.hosts]
-    what = f"lost {_hosts(lost)}{cause}" if lost else f"the workers were started again{cause}"
+    if lost:
+        what = f"lost {_hosts(lost)}{cause}"
+    else:
+        what = f"the workers were started again{cause}"
     if came:
-        what = f"{what}, took in {_hosts(came)}" if lost or faults else f"took in {_hosts(came)}"
+        if lost or faults:
+            what = f"{what}, took in {_hosts(came)}"
+        else:
+            what = f"took in {_hosts(came)}"
     vain = last.vain + 1 if first == last.first and now == last.hosts else 0
     if vain >= _TRIES:
         problem = (
@@ -297,11 +303,9 @@ def describe(recovery: Recovery, first: int, job: Job) -> str:
         return ""
     now_s = time.time()
     at = f"at {time.strftime('%H:%M:%S on %d %B', time.localtime(recovery.since_s or now_s))}"
-    after = (
-        at
-        if recovery.since_s is None
-        else f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
-    )
+    after = at
+    if recovery.since_s is not None:
+        after = f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
     goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
     return f"{recovery.what}: {goes_on}, {job.left}, {after}"
 

@@ -96,9 +96,9 @@ def content_of(own: Restorable) -> Content | None:
         name: to_json(each.state_dict(), f"the state of the {name}")
         for name, each in stateful.items()
     }
-    return (
-        Content(weights, optimizer, tensors, extras) if weights or optimizer is not None else None
-    )
+    if weights or optimizer is not None:
+        return Content(weights, optimizer, tensors, extras)
+    return None
 
 
 def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:

@@ -159,7 +159,8 @@ def each_tensor(
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a file, by name, without reading them."""
     with opened(path) as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+        names = list(file.keys())  # `file` is no mapping
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def copy_of(file: Any, name: str) -> Tensor:

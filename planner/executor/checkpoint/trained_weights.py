@@ -51,10 +51,8 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     for rank, part in enumerate(parts):
         # Stages that share a weight have equal copies: the last one's is taken.
         for name, dtype, shape in json.loads(part):
-            facts[name], rank_of[name] = (
-                tensor_file.Fact(name, getattr(torch, dtype), tuple(shape)),
-                rank,
-            )
+            facts[name] = tensor_file.Fact(name, getattr(torch, dtype), tuple(shape))
+            rank_of[name] = rank
 
     def tensor_of(fact: tensor_file.Fact) -> Tensor:
         if rank_of[fact.name] == 0:

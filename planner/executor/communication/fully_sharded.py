@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -42,7 +42,8 @@ class _Rows(Shard):
     """
 
     def __post_init__(self) -> None:
-        self.stepped = nn.Parameter(self.parameter.to_local().detach().view(-1))  # type: ignore[attr-defined]
+        part: Tensor = self.parameter.to_local()  # type: ignore[attr-defined]
+        self.stepped = nn.Parameter(part.detach().view(-1))
 
 
 class FullSharding(Sharding):
@@ -188,7 +189,8 @@ class FullSharding(Sharding):
         """See base class."""
         for parameter, shard in self.shards.items():
             if parameter.grad is not None:
-                shard.stepped.grad = parameter.grad.to_local().view(-1)  # type: ignore[attr-defined]
+                part: Tensor = parameter.grad.to_local()  # type: ignore[attr-defined]
+                shard.stepped.grad = part.view(-1)
                 parameter.grad = None
 
     def update(self, step: Callable[[], object]) -> None:

@@ -52,7 +52,9 @@ class Later:
         self._coming: deque[tuple[_Slot, Tensor, Reader]] = deque()
         # Pinned memory is taken before there are messages: to allocate it may wait for the whole
         # device.
-        self._free = [_Slot(runtime) for _ in range(most + 1)] if runtime.asynchronous else []
+        self._free = []
+        if runtime.asynchronous:
+            self._free = [_Slot(runtime) for _ in range(most + 1)]
 
     def read(self, value: Tensor, reader: Reader) -> None:
         """Give `reader` a value of at most 64 bytes: on a CPU now, on a GPU in a later call of any

@@ -1,8 +1,10 @@
 """The content of a message: for one pair of stages and one unit, a header and then every value, in
 one flat buffer.
 
-    header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
-    payload:      the values in the plan's order, each in its own memory order and coded, at a multiple of 64 bytes
+    header:       an int64 of layout checksum, minibatch and microbatch
+                  (64 bytes, the rest anything)
+    payload:      the values in the plan's order, each in its own memory order and coded,
+                  at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size, and NCCL matches messages by order alone: the header makes
 that an error. It is written by a fill and never copied from the host, because such a copy would let
@@ -69,7 +71,9 @@ class Layout:
         """Return the part of a buffer that the message takes; the longest one takes all, which
         saves a view of it.
         """
-        return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
+        if self.room_bytes == self.size_bytes:
+            return memory
+        return memory[: self.size_bytes]
 
 
 def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:
@@ -213,7 +217,8 @@ class Layouts:
     def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`, which both ends compute alike."""
         extent = self._extent_of(message.unit)
-        return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
+        kind = type(message)
+        return self._made(kind, message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
     def received_bytes(
         self, source: int, target: int, *, forward: bool, shared: bool, samples: int
@@ -221,26 +226,33 @@ class Layouts:
         """Return the room for a message from stage `source` to the later `target`, or back, of
         `samples` samples.
         """
-        kind = (
-            do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
-        )
+        kind: type[Receive] = do.ReceiveActivation if forward else do.ReceiveGradient
+        if shared:
+            kind = do.ReceiveShared
+        ends = (target, source) if forward else (source, target)
         extent = (samples, *self._longest) if self._longest else samples
-        return self._make(
-            kind, *((target, source) if forward else (source, target)), extent
-        ).size_bytes
+        return self._make(kind, *ends, extent).size_bytes
 
     def _make(self, kind: type[Receive | Send], stage: int, peer: int, extent: Extent) -> Layout:
         if issubclass(kind, (do.ReceiveShared, do.SendShared)):
             return layout_of(self._shared[stage].specs(peer), 1)
+
         specs = list(self._transfers[min(stage, peer), max(stage, peer)])
         if not issubclass(kind, (do.ReceiveActivation, do.SendActivation)):
-            specs = [spec.of_gradient for spec in specs if spec.requires_grad]
-            if self._with_scale:
-                specs.append(
-                    ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=())
-                )
+            specs = self._of_gradients(specs)
         layout = layout_of(specs, extent, self._codec)
+
+        # Messages of fewer elements use the buffers of the longest.
         if isinstance(extent, tuple) and extent[1:] != self._longest:
             longest = layout_of(specs, (extent[0], *self._longest), self._codec)
             layout = replace(layout, room_bytes=longest.size_bytes)
         return layout
+
+    def _of_gradients(self, specs: Sequence[ValueSpec]) -> list[ValueSpec]:
+        """Return the specs of the gradients of some values, and of the scale of the loss."""
+        gradients = [spec.of_gradient for spec in specs if spec.requires_grad]
+        if self._with_scale:
+            gradients.append(
+                ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=())
+            )
+        return gradients

@@ -172,7 +172,10 @@ class NCCLLinks(Links):
         end = self._end(receive)
         size = self._layout_of(receive).room_bytes
         kept = self._spare.pop(end, None)
-        buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
+        if kept is not None and len(kept.memory) == size:
+            buffer = kept
+        else:
+            buffer = self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its
         # memory.
         return buffer, None if end.lane.shared else self._allocated(size)

@@ -129,9 +129,9 @@ class Shard:
 
     def laid_out(self, part: Tensor) -> Tensor:
         """Return this part's elements, in one dimension, as the optimizer sees them."""
-        return (
-            part.as_strided(self.parameter.shape, self.parameter.stride()) if self.whole else part
-        )
+        if not self.whole:
+            return part
+        return part.as_strided(self.parameter.shape, self.parameter.stride())
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
@@ -344,10 +344,8 @@ class Sharding:
         """Give shards their part of gradients that are whole: those of shared weights."""
         for shard in self.shards.values():
             if shard.parameter.grad is not None:
-                shard.stepped.grad, shard.parameter.grad = (
-                    shard.cut_from(shard.parameter.grad),
-                    None,
-                )
+                shard.stepped.grad = shard.cut_from(shard.parameter.grad)
+                shard.parameter.grad = None
 
     def update(self, step: Callable[[], object]) -> None:
         """Run `step` on the shards where the parameters are now, then exchange the weights;

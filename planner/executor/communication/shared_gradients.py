@@ -86,7 +86,8 @@ class SharedGradients:
         if self._stage not in held:
             own = held[self._stage] = {}
             for name, parameter in self.parameters.items():
-                gradient, parameter.grad = parameter.grad, None
+                gradient = parameter.grad
+                parameter.grad = None
                 if gradient is None:
                     own[name] = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                     continue

@@ -1,7 +1,8 @@
 """The losses of a run, kept beside its checkpoints so that they are known after its workers were
 restarted.
 
-    losses.jsonl     a `_Header`, then for every checkpoint a `_LogLine` with what came since the one before
+    losses.jsonl     a `_Header`, then for every checkpoint a `_LogLine` with what came since the
+                     one before
 
 Each loss is written once, and is on disk before the checkpoint is complete.
 """

@@ -210,7 +210,10 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
         own = [seat for seat in seats if seat.rank in ranks]
         if not own:
             continue  # the plan leaves these GPUs idle
-        expected = names[own[0].rank] if kind is None or kind.device is None else kind.device
+        if kind is None or kind.device is None:
+            expected = names[own[0].rank]
+        else:
+            expected = kind.device
         others = [seat for seat in own if names[seat.rank] != expected]
         if not others:
             continue

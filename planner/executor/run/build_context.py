@@ -78,9 +78,9 @@ def pipeline_context(
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # What stays must not keep a model in memory alive.
     lasting = _without_builder(spec)
-    read = (
-        None if data is not None else cache(partial(batches_of_file, job, lasting, place.compute))
-    )
+    read = None
+    if data is None:
+        read = cache(partial(batches_of_file, job, lasting, place.compute))
 
     def read_samples() -> list[Batch]:
         return [] if read is None else first_samples(read())
@@ -290,11 +290,9 @@ def sharding_of(
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.shards_optimizer or not trained:
-        return (
-            Masters(trained)
-            if any(gradient_dtype(each) != each.dtype for each in trained)
-            else None
-        )
+        if not any(gradient_dtype(each) != each.dtype for each in trained):
+            return None
+        return Masters(trained)
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
     return Sharding(trained, member, shared.parameters.values(), wire)

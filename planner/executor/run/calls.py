@@ -141,9 +141,9 @@ def _ended_early(rows: Sequence[Row]) -> InputError:
     ended = [rank for rank, row in enumerate(rows) if row.call is Call.END]
     others = [rank for rank, row in enumerate(rows) if row.call is not Call.END]
     next_call = rows[others[0]].call
-    goes_on = (
-        "another minibatch comes" if next_call is Call.STEP else f"{next_call.title} is called"
-    )
+    goes_on = "another minibatch comes"
+    if next_call is not Call.STEP:
+        goes_on = f"{next_call.title} is called"
     return InputError(
         f"{ranks_in_words(ended)} ended the loop after {_counted(rows[ended[0]])}, and on "
         f"{ranks_in_words(others)} "

@@ -148,7 +148,9 @@ class BatchSource(ABC):
     @property
     def last_sizes(self) -> tuple[int, ...]:
         """Microbatch sizes of an epoch's last minibatch, if it is smaller."""
-        return tuple(even_sizes(self.last_size, self.microbatches)) if self.last_size else ()
+        if not self.last_size:
+            return ()
+        return tuple(even_sizes(self.last_size, self.microbatches))
 
     def reading(self, units: Iterable[Unit]) -> AbstractContextManager[object]:
         """Return a context in which the source may read `units` ahead."""
@@ -271,7 +273,9 @@ class DatasetBatches(BatchSource):
         """Return the digest of an epoch's order; None where it follows from the seed and the number
         of samples.
         """
-        return None if self._sampler is None else digest_of([repr(self.order(epoch))])
+        if self._sampler is None:
+            return None
+        return digest_of([repr(self.order(epoch))])
 
     def _order_of(self, epoch: int) -> list[int]:
         if self._sampler is None:
@@ -284,11 +288,9 @@ class DatasetBatches(BatchSource):
         order = self._sampled(epoch)
         again = self._sampled(epoch)
         if order != again or len(order) != self.samples:
-            what = (
-                "another order each time"
-                if order != again
-                else f"{len(order)} samples, and says {self.samples}"
-            )
+            what = "another order each time"
+            if order == again:
+                what = f"{len(order)} samples, and says {self.samples}"
             raise ModelFileError(
                 f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
                 hint="all workers must find the same order: let it depend on seed and "
@@ -312,7 +314,9 @@ class DatasetBatches(BatchSource):
         return self.last_size if last and self.last_size else self._size
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
-        return steps if steps is not None else (epochs or 1) * self.minibatches_per_epoch
+        if steps is not None:
+            return steps
+        return (epochs or 1) * self.minibatches_per_epoch
 
 
 class RandomBatches(BatchSource):
@@ -572,11 +576,9 @@ def weighted(
     if whole and mean is not None and mean.forbidden:
         source = CheckedLabels(source, mean, spec.origin)
     shares = shares_function(mean, spec)
-    return (
-        source
-        if shares is None or source.microbatches == 1
-        else WeightedBatches(source, shares, whole=whole)
-    )
+    if shares is None or source.microbatches == 1:
+        return source
+    return WeightedBatches(source, shares, whole=whole)
 
 
 class CheckedLabels(ChangedBatches):
@@ -612,15 +614,16 @@ class WeightedBatches(ChangedBatches):
 
     def batch(self, unit: Unit) -> Batch:
         """See base class."""
-        batch = (
-            self._minibatch(unit.minibatch)[0][unit.microbatch]
-            if self._whole
-            else self._source.batch(unit)
-        )
+        if self._whole:
+            batch = self._minibatch(unit.minibatch)[0][unit.microbatch]
+        else:
+            batch = self._source.batch(unit)
         return batch.pinned(self.device)
 
     def share(self, unit: Unit) -> float:
-        return self._minibatch(unit.minibatch)[1][unit.microbatch] if self.size(unit) else 0.0
+        if not self.size(unit):
+            return 0.0
+        return self._minibatch(unit.minibatch)[1][unit.microbatch]
 
     def _minibatch(self, number: int) -> tuple[list[Batch], list[float]]:
         with self._lock:
@@ -658,7 +661,9 @@ class FedBatches(BatchSource):
         """
         parts = batch.split(min(self.microbatches, batch.size))
         for part in {part.size: part for part in parts}.values():
-            problem = None if self._other_sizes is None else self._other_sizes.problem(part)
+            problem = None
+            if self._other_sizes is not None:
+                problem = self._other_sizes.problem(part)
             if problem is not None:
                 raise InputError(
                     f"a minibatch of {counted(batch.size, 'sample')} has microbatches of "
@@ -673,7 +678,9 @@ class FedBatches(BatchSource):
         return self._fed[unit.minibatch][1][unit.microbatch]
 
     def share(self, unit: Unit) -> float:
-        return self._fed[unit.minibatch][2][unit.microbatch] if self.size(unit) else 0.0
+        if not self.size(unit):
+            return 0.0
+        return self._fed[unit.minibatch][2][unit.microbatch]
 
     def parts_of(self, minibatch: int) -> int:
         """Count the parts of a minibatch's loss: its microbatches that have samples."""

@@ -116,9 +116,9 @@ class Evaluator:
         if isinstance(self._data, EvaluationBatches):
             self._items = ItemChecks(self._data.reader, context.comparison)
         lengths = self._stages.lengths
-        self._extents = (
-            Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
-        )
+        self._extents = None
+        if lengths:
+            self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1)
         self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
         channels = tuple(
             Channel(source, target, gradient=False)
@@ -182,7 +182,9 @@ class Evaluator:
                         ]:
                             del known[key]
                         layers = self._stages.modules.get(stage)
-                        batch = self._read(minibatch, unit) if self._reads(stage) else None
+                        batch = None
+                        if self._reads(stage):
+                            batch = self._read(minibatch, unit)
                         if layers is not None:  # or all of the stage's layers are for training only
                             results = layers(batch, values)
                             values.update(results)
@@ -206,7 +208,10 @@ class Evaluator:
         """Return a batch of the evaluation after `minibatch`; the first ones are compared with what
         others read.
         """
-        batch = self._data.batch(unit) if self._extents is None else self._extents.batch(unit)
+        if self._extents is None:
+            batch = self._data.batch(unit)
+        else:
+            batch = self._extents.batch(unit)
         if unit.minibatch < FIRST:
             what = f"batch {unit.minibatch} of the evaluation after minibatch {minibatch}"
             self._context.comparison.check(what, batch, self._turn)
@@ -250,11 +255,9 @@ class Evaluator:
     def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:
         # On the first replica of the last stage.
         ranks = self._shape.ranks[self._stages.last]
-        parts = (
-            gather_bytes(json.dumps(totals).encode(), ranks=ranks)
-            if self._context.rank in ranks
-            else []
-        )
+        parts = []
+        if self._context.rank in ranks:
+            parts = gather_bytes(json.dumps(totals).encode(), ranks=ranks)
         if not parts or not self._context.leads_tensor_group:
             return None
         sums: Counter[str] = Counter()

@@ -317,7 +317,9 @@ class LossCheck:
     def _tolerance(self, *dtypes: torch.dtype) -> float:
         """Return what rounding allows, relative to the loss."""
         options = self._options
-        least = _SAME if options.device == "cpu" and not options.compiled else _ELSEWHERE
+        least = _ELSEWHERE
+        if options.device == "cpu" and not options.compiled:
+            least = _SAME
         return max(
             [least, *(_EPSILONS * torch.finfo(dtype).eps for dtype in self._computed_in(*dtypes))]
         )
@@ -348,7 +350,9 @@ def _mapped(change: Callable[[Any], Any], part: Part) -> Part:
 
 
 def _doubled(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.double()
+    return leaf
 
 
 def _joined(batches: Sequence[Batch]) -> Batch | None:

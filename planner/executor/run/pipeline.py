@@ -158,9 +158,9 @@ class Pipeline:
             supervisor = Supervisor(job, heartbeat, script=True)
             entering.enter_context(joined(job, heartbeat, supervisor))
             # Of its own, because a rank's script may take as long as it likes between its calls.
-            limit = (
-                FOR_EVER if supervisor.watches else message_timeout(job.run_options.hang_timeout_s)
-            )
+            limit = FOR_EVER
+            if not supervisor.watches:
+                limit = message_timeout(job.run_options.hang_timeout_s)
             calls_group = dist.new_group(backend=GLOO, timeout=limit)
             self._calls = SharedCalls(calls_group, heartbeat)
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
@@ -424,7 +424,9 @@ class Pipeline:
         self._context.heartbeat.leave_to_script()
 
     def _digests(self, batches: Sequence[Batch]) -> list[int]:
-        return [batch_digest(batch) for batch in batches] if self.plan.workers > 1 else []
+        if self.plan.workers > 1:
+            return [batch_digest(batch) for batch in batches]
+        return []
 
     def _share_losses(self) -> None:
         self._context.heartbeat.enter("sharing the losses", meeting=True)

@@ -132,7 +132,9 @@ class StageReplica:
                 )
             return
         taken = self._counting(unit) if self._together else unit
-        batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
+        batch = None
+        if self.module.needs_batch:
+            batch = self._data.batch(taken).to(device)
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         self.module.set_random_key(
@@ -155,7 +157,9 @@ class StageReplica:
         """Return what the host has to compare of the newest forward, when it is computed."""
         readings = self._buffer_readings
         self._buffer_readings = []
-        return readings if self._loss_check is None else readings + self._loss_check.take_readings()
+        if self._loss_check is None:
+            return readings
+        return readings + self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         """Return the values that another stage gets of a unit."""
@@ -193,9 +197,9 @@ class StageReplica:
             gradients: list[Tensor | None] = [record.gradients[name] for name in reached]
             loss = None if record.loss is None else self._weighted(unit, record.loss)
             if loss is not None and loss.requires_grad:
-                scaled = (
-                    loss if self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
-                )
+                scaled = loss
+                if self.optimizer.scaler is not None:
+                    scaled = loss * self.optimizer.scaler.scale
                 if self._ddp is not None and self._context.shape.schedule.divides:
                     # it averages, and microbatches' gradients add up
                     scaled = scaled * self._ddp.process_group.size()
@@ -220,7 +224,9 @@ class StageReplica:
         self._forget_if_done(unit, record)
         empty = self._data.size(unit) == 0 and self._ddp is None
         told = self._context.leads_tensor_group or self._context.plan.by_samples
-        return None if loss is None or empty or not told else loss.detach()
+        if loss is None or empty or not told:
+            return None
+        return loss.detach()
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""
@@ -264,11 +270,9 @@ class StageReplica:
 
     def norm_share(self) -> float:
         """Return this replica's part of the squared norm over all stages."""
-        return (
-            self.optimizer.squared_norm(self.shared.counted_elsewhere)
-            if self._counts_in_norm
-            else 0.0
-        )
+        if not self._counts_in_norm:
+            return 0.0
+        return self.optimizer.squared_norm(self.shared.counted_elsewhere)
 
     def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
         """Step the optimizer with the gradients of a round, which makes a new weight version beside

@@ -411,7 +411,9 @@ def build_modules(
 
 def _parts_of_minibatch(plan: Plan) -> int:
     """Return into how many parts a minibatch is divided, each of which the layers see by itself."""
-    return plan.microbatches * sample_parts(plan) if plan.schedule.divides else 1
+    if not plan.schedule.divides:
+        return 1
+    return plan.microbatches * sample_parts(plan)
 
 
 def _state(job: Job, graph: LayerGraph, spec: TrainingSpec) -> PythonState | None:
@@ -420,7 +422,9 @@ def _state(job: Job, graph: LayerGraph, spec: TrainingSpec) -> PythonState | Non
     """
     if graph.blocks is None:
         return PythonState(spec, graph.model)
-    return PythonState(spec, graph.model, attributes=False) if job.plan.workers > 1 else None
+    if job.plan.workers > 1:
+        return PythonState(spec, graph.model, attributes=False)
+    return None
 
 
 def _compared_output(job: Job, graph: LayerGraph, spec: TrainingSpec) -> WholeOutput | None:

@@ -117,7 +117,9 @@ def data_parallel(job: Job) -> Job:
         transfers=(),
         shared=(),
     )
-    steps = None if job.steps is None else -(-job.steps * plan.microbatches // microbatches)
+    steps = None
+    if job.steps is not None:
+        steps = -(-job.steps * plan.microbatches // microbatches)
     return replace(job, plan=one_stage, steps=steps)
 
 
@@ -222,7 +224,8 @@ def _train_segments(
     context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None
 ) -> None:
     """Train from the first minibatch that is not done to the end."""
-    worker, (checkpointer, copies, first) = loop.worker, kept
+    worker = loop.worker
+    checkpointer, copies, first = kept
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
@@ -274,7 +277,9 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
         first = first or keeper.restore()
         past = keeper.begin(first, past)
     if first > context.minibatches:
-        source = "copy" if checkpointer is None else f"checkpoint '{checkpointer.resumed_from}'"
+        source = "copy"
+        if checkpointer is not None:
+            source = f"checkpoint '{checkpointer.resumed_from}'"
         raise InputError(
             f"the {source} is of a run of {first} minibatches, and the whole run is to have "
             f"{context.minibatches}",

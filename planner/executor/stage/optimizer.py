@@ -156,7 +156,9 @@ class StageOptimizer:
         if self.optimizer is None or reference is None:
             return None
         scheduler = self._spec.scheduler(self.optimizer)
-        return None if scheduler is None else StageScheduler(scheduler, self.optimizer, reference)
+        if scheduler is None:
+            return None
+        return StageScheduler(scheduler, self.optimizer, reference)
 
     @property
     def extras(self) -> dict[str, StageScheduler | LossScaler]:
@@ -171,7 +173,10 @@ class StageOptimizer:
         if self.scaler is not None and not self.parameters:
             for gradient in gradients:
                 overflow = torch.isfinite(gradient).all().logical_not()
-                self._overflow = overflow if self._overflow is None else self._overflow | overflow
+                if self._overflow is None:
+                    self._overflow = overflow
+                else:
+                    self._overflow = self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
         """Unscale all gradients and return the squared norm of this worker's part; inf or nan after
@@ -183,7 +188,9 @@ class StageOptimizer:
         gradients = self._counted_gradients(leave_out)
         # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_
         # would use it.
-        return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
+        if not gradients:
+            return 0.0
+        return float(get_total_norm(gradients)) ** 2
 
     def step(self, squared_norm: float | None) -> None:
         """Unscale and clip the gradients, by this stage's own norm or that of all, and step unless
@@ -235,11 +242,10 @@ class StageOptimizer:
         gradients = self._counted_gradients()
         if self._is_whole:
             return get_total_norm(gradients)
-        own = (
-            get_total_norm(gradients)
-            if gradients
-            else self.parameters[0].new_zeros((), dtype=torch.float64)
-        )
+        if gradients:
+            own = get_total_norm(gradients)
+        else:
+            own = self.parameters[0].new_zeros((), dtype=torch.float64)
         return self._sum(own.double().square()).sqrt().to(own.dtype)
 
     @property
@@ -255,12 +261,12 @@ class StageOptimizer:
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
-        total = (
-            self.sharding.sum(value)
-            if self.sharding is not None and self.sharding.divides
-            else value
-        )
-        return total if self._division.group is None else self._division.group.sum(total)
+        total = value
+        if self.sharding is not None and self.sharding.divides:
+            total = self.sharding.sum(value)
+        if self._division.group is None:
+            return total
+        return self._division.group.sum(total)
 
     def _prepare(self) -> None:
         if self.sharding is not None:

@@ -8,7 +8,8 @@ what it received, and the second part starts from there:
 
     received <- ... <- operation <- operation <- ... <- output        first part, along this path
                           |              |
-                        weight         weight                         second part, from each operation to its weights
+                        weight         weight                         second part, from each
+                                                                      operation to its weights
 
 PyTorch's operations compute only the input gradients that are asked for, so nothing is computed
 twice, except in a user's `torch.autograd.Function`. The gradient of a weight that joins the path at
@@ -16,7 +17,7 @@ several operations, or not on the path at all, is computed in the first part: st
 operation, autograd would also reach it through the others.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,40 +86,59 @@ def input_gradients(
 def _joints(
     roots: Sequence[Node], received: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    # The operations to continue from, each with weights that join there only, and all other
-    # weights.
-    wanted = {id(weight) for weight in weights if weight.requires_grad}
-    ends = {id(tensor) for tensor in received}
+    """Return the operations to continue from, each with weights that join there only, and all other
+    weights.
+    """
     order = _topological(roots)
+    wanted = [weight for weight in weights if weight.requires_grad]
+    on_path, joined = _path(order, received, wanted)
+    at = [node for node in order if node in on_path and node in joined]
+
+    # How often a weight joins the path. Nothing on the path stands for a root beside it: a weight
+    # behind such a root counts as one that joins twice.
+    uses = Counter[int]()
+    for node in at:
+        uses.update(joined[node].keys())
+    for root in dict.fromkeys(roots):
+        if root not in on_path and root in joined:
+            uses.update(dict.fromkeys(joined[root], 2))
+
+    joints = []
+    for node in at:
+        alone = [weight for key, weight in joined[node].items() if uses[key] == 1]
+        if alone:
+            joints.append(_Joint(node, alone))
+    every = {key: weight for behind in joined.values() for key, weight in behind.items()}
+    return joints, [weight for key, weight in every.items() if uses[key] != 1]
+
+
+def _path(
+    order: Sequence[Node], received: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+    """Return the operations through which gradients flow to `received`, and the weights, by their
+    ids, behind each operation but through these.
+    """
+    wanted = {id(weight) for weight in weights}
+    ends = {id(tensor) for tensor in received}
     on_path: set[Node] = set()
-    # weights behind nodes that are not on the path
-    joined: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)
+    joined: dict[Node, dict[int, Tensor]] = {}
+
     for node in reversed(order):  # children first
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             if id(leaf) in ends:
                 on_path.add(node)
             elif id(leaf) in wanted:
-                joined[node][id(leaf)] = leaf
+                joined[node] = {id(leaf): leaf}
             continue
+
         children = [child for child, _ in node.next_functions if child is not None]
         if any(child in on_path for child in children):
             on_path.add(node)
         for child in children:
             if child not in on_path and child in joined:
-                joined[node].update(joined[child])
-    at = [node for node in order if node in on_path and node in joined]
-    uses: defaultdict[int, int] = defaultdict(int)
-    for node in [*at, *(root for root in dict.fromkeys(roots) if root not in on_path)]:
-        for key in joined.get(node, {}):
-            # Nothing on the path stands for a root beside it: count such a weight as one that joins
-            # twice.
-            uses[key] += 1 if node in on_path else 2
-    found = {key: weight for nodes in joined.values() for key, weight in nodes.items()}
-    joints = [_Joint(node, [w for key, w in joined[node].items() if uses[key] == 1]) for node in at]
-    return [joint for joint in joints if joint.weights], [
-        w for key, w in found.items() if uses[key] != 1
-    ]
+                joined.setdefault(node, {}).update(joined[child])
+    return on_path, joined
 
 
 def _topological(roots: Sequence[Node]) -> list[Node]:

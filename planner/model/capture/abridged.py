@@ -218,7 +218,8 @@ class _Comparison:
         if tensor is None or other_tensor is None:
             return False  # a constant of the forward
 
-        own, after = self._own.prefix, self._after.prefix
+        own = self._own.prefix
+        after = self._after.prefix
         if not (name.startswith(own) and other_name.startswith(after)):
             return False  # tied to the weight of another module
         return name.removeprefix(own) == other_name.removeprefix(after) and (

@@ -246,7 +246,8 @@ def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.
         name = base = paths.get(block) or f"blocks.{index}"
         number = 2
         while name in named:
-            name, number = f"{base}_{number}", number + 1
+            name = f"{base}_{number}"
+            number += 1
         named[name] = block
     return list(named.items())
 
@@ -285,7 +286,8 @@ def _graph(
     starts = [index for index in range(end + 1) if index not in inside]
     graph_layers: list[GraphLayer] = []
     layers: list[BlockLayer] = []
-    takes, taken = None, inputs[:arguments]
+    takes = None
+    taken = inputs[:arguments]
     # of the model, unless its last block shares a layer with the loss
     outputs, output_spec = tree_flatten([])
     for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
@@ -299,8 +301,10 @@ def _graph(
             for name, module in blocks
         )
         node = code.call_function(block, (description, *taken))
-        small, large = run.small[after - 1], run.large[after - 1]
-        gives, made = None, list[fx.Node]()
+        small = run.small[after - 1]
+        large = run.large[after - 1]
+        gives = None
+        made = list[fx.Node]()
         if has_loss:
             value(node, small, large)
         else:
@@ -326,7 +330,8 @@ def _graph(
         op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
         name = blocks[0][0] if blocks else LOSS
         graph_layers.append(GraphLayer(name, op, (node, *made), parameters, buffers))
-        takes, taken = gives, made
+        takes = gives
+        taken = made
     code.output(node)
     names = Names(model, fx.GraphModule(nn.Module(), fx.Graph()))
     graph = LayerGraph(

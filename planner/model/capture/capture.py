@@ -228,7 +228,8 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     """Return the graph of a traced model for stages that run with `options`; errors are those of
     `capture`.
     """
-    model, module = trace.model, trace.module
+    model = trace.model
+    module = trace.module
     facts, on_cpu = _facts(trace, options)
     names = Names(model, module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -427,7 +428,8 @@ def _specs(
 ) -> dict[fx.Node, ValueSpec]:
     specs = {}
     for node in nodes:
-        traced_as, value = node.meta.get("val"), facts.values.get(node)
+        traced_as = node.meta.get("val")
+        value = facts.values.get(node)
         if (
             value is not None
             and isinstance(traced_as, Tensor)

@@ -134,11 +134,10 @@ class KnownConstants(TorchFunctionMode):
                     self._known[tensor] = (value, tensor._version)
 
     def _forget_changed(self, arguments: Sequence[Tensor], *, always: bool) -> None:
-        changed = (
-            {address_of(self._known[each][0]) for each in arguments}
-            if always
-            else self._changed(arguments)
-        )
+        if always:
+            changed = {address_of(self._known[each][0]) for each in arguments}
+        else:
+            changed = self._changed(arguments)
         for tensor in list(self._known):
             if address_of(self._known[tensor][0]) in changed:
                 del self._known[tensor]

@@ -90,7 +90,9 @@ def _place_in(cause: Exception) -> str:
     """
     frames = traceback.extract_tb(cause.__traceback__)
     own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
+    if not own:
+        return ""
+    return f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'"
 
 
 def decides_by_values(error: BaseException | None) -> bool:
@@ -172,7 +174,9 @@ def calling_place() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _runs_users_code(frame.f_code.co_filename):
         frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if frame is None:
+        return None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _runs_users_code(file: str) -> bool:
@@ -199,7 +203,9 @@ def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Va
     guards = next(iter(symbolic.values())).shape_env.guards if symbolic else ()
     for named, sizes in lengths.examples:
         values = {node._expr: sizes.get(place, node.hint) for place, node in symbolic.items()}
-        failing = next((guard for guard in guards if guard.expr.subs(values) == False), None)  # noqa: E712  # sympy's
+        # `guard.expr` is sympy's, and so is what it compares to.
+        broken = (guard for guard in guards if guard.expr.subs(values) == False)  # noqa: E712
+        failing = next(broken, None)
         if failing is None and not pinned:
             continue
         where = None if failing is None else failing.sloc.maybe_user_loc
@@ -247,9 +253,9 @@ def refuse_untrainable(model: nn.Module) -> None:
 def refuse_loss(dimensions: int, requires_grad: bool) -> None:
     """Raise for a loss that cannot be trained."""
     if dimensions or not requires_grad:
-        what = (
-            "is not a single number" if dimensions else "does not depend on the model's parameters"
-        )
+        what = "does not depend on the model's parameters"
+        if dimensions:
+            what = "is not a single number"
         raise CaptureError(
             f"the loss {what}",
             hint="loss(output, target) must return a 0-dimensional tensor made from the output",

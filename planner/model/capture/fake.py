@@ -79,7 +79,9 @@ def fake_batch(batch: Batch, device: torch.device = CPU) -> Batch:
 
 def _fake_weight(tensor: Tensor, device: torch.device) -> Tensor:
     empty = _without_data(tensor, device)
-    return parameter_like(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    return parameter_like(tensor, empty)
 
 
 def _without_data(tensor: Tensor, device: torch.device) -> Tensor:

@@ -45,7 +45,8 @@ class ValueSpec:
     @classmethod
     def of(cls, name: str, value: Tensor, sizes: Sequence[Size]) -> "ValueSpec":
         """Return the spec of a value like this one."""
-        order, expanded = memory_order(value), expanded_dimensions(value)
+        order = memory_order(value)
+        expanded = expanded_dimensions(value)
         return cls(name, value.dtype, value.requires_grad, tuple(sizes), order, expanded)
 
     @property
@@ -79,12 +80,12 @@ class ValueSpec:
 
     def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:
         """Return the value, given a contiguous copy of what `to_wire` returned."""
-        value = (
-            copy
-            if self._in_order
-            else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
-        )
-        return value.expand(self.shape(extent)) if self.expanded else value
+        value = copy
+        if not self._in_order:
+            value = copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+        if not self.expanded:
+            return value
+        return value.expand(self.shape(extent))
 
     def size_bytes(self, extent: Extent) -> int:
         """Return the bytes of a message for a batch of this extent."""
@@ -360,16 +361,22 @@ def _target(graph: LayerGraph, node: fx.Node) -> str:
 
 def _plain(target: Any) -> str:
     # The default text of a function contains its address, which differs between processes.
-    return str(target) if isinstance(target, (str, OpOverload)) else type(target).__name__
+    if isinstance(target, (str, OpOverload)):
+        return str(target)
+    return type(target).__name__
 
 
 def _arguments(graph: LayerGraph, node: fx.Node) -> str:
     def text(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
             value = leaf.meta.get("val")
-            expression = graph.reader.expression(value) if is_symbolic(value) else None
+            expression = None
+            if is_symbolic(value):
+                expression = graph.reader.expression(value)
             return f"%{leaf.name if expression is None else expression}"
-        return "device" if isinstance(leaf, torch.device) else repr(leaf)
+        if isinstance(leaf, torch.device):
+            return "device"
+        return repr(leaf)
 
     is_leaf = lambda x: isinstance(x, fx.Node)  # noqa: E731
     return repr(tree_map(text, (node.args, dict(node.kwargs)), is_leaf=is_leaf))

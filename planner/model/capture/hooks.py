@@ -135,8 +135,10 @@ def _is_linear(hook: Any, parameter: Tensor) -> bool:
 
     with torch.no_grad():
         for size in _SIZES:
-            one, other = size * drawn(), size * drawn()
-            whole, of_parts = result(one + other), result(one) + result(other)
+            one = size * drawn()
+            other = size * drawn()
+            whole = result(one + other)
+            of_parts = result(one) + result(other)
             scale = max(float(whole.abs().max()), size) if whole.numel() else size
             tolerance = scale * max(_SAME, 4 * torch.finfo(parameter.dtype).eps)
             if not torch.allclose(whole, of_parts, rtol=0.0, atol=tolerance):

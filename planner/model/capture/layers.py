@@ -83,7 +83,9 @@ def group_layers(
 
     # In evaluation the stages have the weights that training gave them, whether an operation reads
     # them or not.
-    return adopt_unused(layers, names) if is_training(model) else tuple(layers)
+    if is_training(model):
+        return adopt_unused(layers, names)
+    return tuple(layers)
 
 
 def _spans_of_unsent(
@@ -152,7 +154,9 @@ class _Grouping:
     @property
     def _last(self) -> _Run | None:
         """The run that an operation can join: none while others wait for the next one."""
-        return self._runs[-1] if self._runs and not self._pending else None
+        if self._runs and not self._pending:
+            return self._runs[-1]
+        return None
 
     def _add_to_leaf(self, node: fx.Node) -> None:
         scope = self._scopes[node]

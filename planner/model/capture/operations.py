@@ -72,7 +72,9 @@ class Names:
         if node.op != "get_attr":
             return None
         name = str(node.target).removeprefix(_PREFIX)
-        return self._first[name] if name in tensors and isinstance(tensors[name], Tensor) else None
+        if name in tensors and isinstance(tensors[name], Tensor):
+            return self._first[name]
+        return None
 
 
 def scope_of(node: fx.Node) -> str | None:
@@ -106,7 +108,8 @@ def _without_slices(path: str, model: nn.Module) -> str:
     match = _SLICED.search(path)
     if match is None:
         return path
-    holder, rest = path[: match.start()], path[match.end() :]
+    holder = path[: match.start()]
+    rest = path[match.end() :]
     container = model.get_submodule(holder.removeprefix(MODEL).removeprefix("."))
     names = [*container._modules]
     for bounds in _SLICE.findall(match["slices"]):
@@ -126,7 +129,8 @@ def _without_slices(path: str, model: nn.Module) -> str:
 # itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 _PLACE = "_place"  # name of the buffer
-_AUTOCAST, _NO_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
+_NO_GRAD = "wrap_with_set_grad_enabled"
 
 
 def is_check(node: fx.Node) -> bool:
@@ -182,7 +186,9 @@ def movable(graph: fx.GraphModule) -> fx.GraphModule:
         ):
             with code.inserting_before(node):
                 device = code.call_function(getattr, (code.get_attr(_PLACE), "device"))
-                kind = code.call_function(getattr, (device, "type")) if has_kind else None
+                kind = None
+                if has_kind:
+                    kind = code.call_function(getattr, (device, "type"))
             node.args, node.kwargs = moved(node.target, node.args, node.kwargs, device, kind)
     new.recompile()
     return new
@@ -198,16 +204,19 @@ def place_nested(graph: nn.Module, place: Tensor) -> None:
 def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, OpOverload):
-        given = {
-            argument.name: argument.default_value for argument in node.target._schema.arguments
-        }
-        given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-        draws_nothing = any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not draws_nothing
-    read = [
-        getattr(module, str(each.target), None)
-        for each in node.all_input_nodes
-        if each.op == "get_attr"
-    ]
+        tags = node.target.tags
+        return torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node, node.target)
+
+    # What the operation calls with its values, as `cond` does.
+    attributes = [each for each in node.all_input_nodes if each.op == "get_attr"]
+    read = [getattr(module, str(each.target), None) for each in attributes]
     nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
     return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node, operation: OpOverload) -> bool:
+    """Return whether a call's arguments let it draw nothing: probability 0, or no training."""
+    parameters = operation._schema.arguments
+    arguments = {parameter.name: parameter.default_value for parameter in parameters}
+    arguments |= dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    return any(arguments.get(name) == 0 for name in _SHARES) or arguments.get("train") is False

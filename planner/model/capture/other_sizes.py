@@ -54,7 +54,8 @@ class OtherSizes:
     """
 
     def __init__(self, graph: LayerGraph, loss: LossFunction | None, usual: Batch) -> None:
-        self._loss, self._options = loss, graph.options
+        self._loss = loss
+        self._options = graph.options
         self._usual = usual
         self._only = None if graph.batch_size is None else only_size(graph)
         self._blocks = graph.blocks is not None  # which run as they are, for any size

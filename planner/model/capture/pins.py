@@ -41,7 +41,9 @@ def noting_pins() -> Iterator[list[str]]:
 def only_size(graph: LayerGraph) -> str:
     """Return the sentence for a model that takes one number of samples only."""
     assert graph.batch_size is not None
-    place = "" if graph.pinned_at is None else f", since {graph.pinned_at} fixes that number"
+    place = ""
+    if graph.pinned_at is not None:
+        place = f", since {graph.pinned_at} fixes that number"
     return f"the model takes microbatches of {counted(graph.batch_size, 'sample')} only{place}"
 
 

@@ -47,7 +47,9 @@ class Region:
 
         The model may have asked its input, which was on the device that it was traced on.
         """
-        return device_type if self.device_type == _TRACED_ON else self.device_type
+        if self.device_type == _TRACED_ON:
+            return device_type
+        return self.device_type
 
     def entered(self, device_type: str, runs_on: str) -> AbstractContextManager[Any]:
         """Return the context manager for a kind of device, for which another kind may stand."""
@@ -176,8 +178,10 @@ def restored_after_failure(device_type: str) -> Iterator[None]:
     """
     # Devices that compute nothing, such as meta, follow the CPU's rules.
     device_type = device_type if device_type in known_kinds() else "cpu"
-    grad, cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    grad = torch.is_grad_enabled()
+    cached = torch.is_autocast_cache_enabled()
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
     depth = _depth()
     try:
         yield

@@ -83,7 +83,8 @@ def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) ->
     """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what
     none tells.
     """
-    known, given = dict[sympy.Symbol, int](), list(values)
+    known = dict[sympy.Symbol, int]()
+    given = list(values)
     for symbol, place in telling(sizes).items():
         if sizes[place] == symbol:
             known[symbol] = given[place]

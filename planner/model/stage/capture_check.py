@@ -34,7 +34,8 @@ from planner.model.stage.stage import build_stage
 from planner.model.torch_private import TorchDispatchMode
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
-_SAME, _EPSILONS = 1e-4, 4
+_SAME = 1e-4
+_EPSILONS = 4
 # Gradients that should be zero, as of a bias in front of BatchNorm, are the rounding of much larger
 # numbers. So a difference counts from this part of all parameters' gradients on.
 _LEAST_SHARE = 1e-2
@@ -165,7 +166,9 @@ class _Runs:
     """Steps of a model and of its captured layers."""
 
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
-        self._spec, self.graph, self._options = spec, graph, options
+        self._spec = spec
+        self.graph = graph
+        self._options = options
         self._calls = 0
         self._stage = build_stage(graph, [layer.name for layer in graph.layers])
         regions = {region for node in graph.module.graph.nodes for region in regions_of(node)}
@@ -183,7 +186,8 @@ class _Runs:
         # Captured layers may draw random numbers in another order than the model does.
         if self._difference(one, self.model(batch, seed=1)) is not None:
             with _DrawsByShape():  # type: ignore[no-untyped-call]
-                one, captured = self.model(batch, seed=0), self.captured(batch)
+                one = self.model(batch, seed=0)
+                captured = self.captured(batch)
         self.raise_difference(_BOTH, one, captured)
 
     def model(self, batch: Batch, seed: int) -> _Step:
@@ -203,9 +207,9 @@ class _Runs:
         difference = self._difference(one, other)
         if difference is None:
             return
-        hint = (
-            _VALUE_HINT if difference.startswith("losses") or what == _TWO_CALLS else _GRADIENT_HINT
-        )
+        hint = _GRADIENT_HINT
+        if difference.startswith("losses") or what == _TWO_CALLS:
+            hint = _VALUE_HINT
         raise CaptureError(f"{what} give {difference}", hint=hint)
 
     def _step(self, seed: int, run: Callable[[], Tensor]) -> _Step:

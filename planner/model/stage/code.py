@@ -33,11 +33,9 @@ def check_compiler(device_type: str) -> None:
         compiled(lambda x: x.sin() + 1)(torch.ones(8, device=device_type))
     # whatever the tracer, the code generator or the compiler behind it raises
     except Exception as cause:
-        needed = (
-            "a C++ compiler (g++ or clang++) and Python's headers"
-            if device_type == "cpu"
-            else "Triton and gcc"
-        )
+        needed = "Triton and gcc"
+        if device_type == "cpu":
+            needed = "a C++ compiler (g++ or clang++) and Python's headers"
         raise InputError(
             f"torch.compile does not work for {device_type} on this machine: {first_line(cause)}",
             hint=f"it needs {needed}; or profile without `compiled`",
@@ -47,8 +45,10 @@ def check_compiler(device_type: str) -> None:
 _aten = torch.ops.aten
 
 # PyTorch generates both from the same line of native_functions.yaml: same arguments, same defaults.
-_ALIKE = """batch_norm cat conv2d dropout embedding layer_norm matmul max_pool2d permute relu relu_ reshape tanh
-    unsqueeze"""
+_ALIKE = """
+    batch_norm cat conv2d dropout embedding layer_norm matmul max_pool2d permute relu relu_ reshape
+    tanh unsqueeze
+"""
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name).default: getattr(torch, name) for name in _ALIKE.split()},
     _aten.add.Tensor: torch.add,

@@ -137,7 +137,8 @@ def build_evaluation(
             transfers.setdefault((source, target), []).append(evaluation.specs[node])
     modules = {}
     for stage in (number for number in wanted if stages[number]):
-        variant, whole = Variant(division=division), None if of is None else of[stage]
+        variant = Variant(division=division)
+        whole = None if of is None else of[stage]
         if whole is not None and whole.units is not None:
             found = matching_cut(training, whole.units.layers, evaluation)
             variant = replace(variant, units=tuple(map(tuple, found)))
@@ -159,7 +160,8 @@ def _model_output(graph: LayerGraph) -> ModelOutput:
     """Return how the output is assembled: by names, because a node leads to the whole model's
     weights.
     """
-    spec, inputs = graph.output_spec, [leaf.name for leaf in graph.inputs]
+    spec = graph.output_spec
+    inputs = [leaf.name for leaf in graph.inputs]
     # Tensors by name; what is no tensor, in a tuple, as it is.
     leaves = [leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in graph.outputs]
 

@@ -34,11 +34,15 @@ class StageBlocks:
 
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
         assert graph.blocks is not None
-        self._chain, self._batch_spec = graph.blocks, graph.batch_spec
+        self._chain = graph.blocks
+        self._batch_spec = graph.batch_spec
+
         layers = [self._chain.layers[position] for position in boundary.positions]
         blocks = dict.fromkeys(block for layer in layers for _, block in layer.blocks)
-        inside = {module for block in blocks for module in block.modules()}
+        self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
+
         self.weights = nn.Module()
+        inside = {module for block in blocks for module in block.modules()}
         for path, module in graph.model.named_modules(remove_duplicate=False):
             if module in inside:
                 holder = holder_of(self.weights, path)
@@ -47,7 +51,6 @@ class StageBlocks:
         # Then the names that no module inside has: other names of tied weights, and weights that no
         # block uses.
         weights_of(graph, boundary.layers, self.weights)
-        self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
 
     def code_of(self, index: int) -> Callable[..., Any]:
         """Return what runs the blocks of a layer: from the tensors that it takes to those that it
@@ -56,26 +59,37 @@ class StageBlocks:
         The first layer takes the leaves of the arguments, the last one those of the target, too, at
         the end.
         """
-        layer, loss = self._chain.layers[index], self._chain.loss
+        layer = self._chain.layers[index]
+        loss = self._chain.loss
         modes = list(zip(layer.modules, layer.training, strict=True))
         # Only this layer's: the chain, which the function would keep, leads to the whole model's
         # weights.
         blocks = [(module, self._calls[module]) for _, module in layer.blocks]
         spec = self._batch_spec
         target_spec = spec.children()[-1]
+        no_target = [None] * target_spec.num_leaves
+
+        def first(values: Sequence[Any]) -> Any:
+            """What the first block makes of the arguments."""
+            args, kwargs, _ = spec.unflatten([*values, *no_target])
+            return blocks[0][1](*args, **kwargs)
 
         def run(*values: Any) -> list[Tensor] | Tensor:
-            end = len(values) - target_spec.num_leaves if layer.gives is None else len(values)
+            end = len(values)
+            if layer.gives is None:
+                end -= target_spec.num_leaves
             # Stages in training and in evaluation run the same modules.
             set_modes(modes)
-            rest = [block for _, block in blocks]
+
             if layer.takes is None:
-                args, kwargs, _ = spec.unflatten([*values[:end], *[None] * target_spec.num_leaves])
-                value = rest.pop(0)(*args, **kwargs)
+                value = first(values[:end])
+                rest = blocks[1:]
             else:
                 value = layer.takes.value(values[:end])
-            for block in rest:
+                rest = blocks
+            for _, block in rest:
                 value = block(value)
+
             if layer.gives is None:
                 return loss_of(value, target_spec.unflatten(values[end:]), loss)
             return layer.gives.tensors(value, layer.blocks[-1][0])
@@ -88,7 +102,13 @@ def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
     first.
     """
     with_gradient = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    return max(with_gradient, key=lambda tensor: tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+    return max(with_gradient, key=_sequence_number, default=None)
+
+
+def _sequence_number(tensor: Tensor) -> int:
+    """Return when autograd recorded the operation of a tensor, relative to others."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn._sequence_nr()
 
 
 def _notify(observer: LayerObserver | None, index: int, values: Sequence[Tensor]) -> None:
@@ -123,7 +143,10 @@ class SegmentBuilder:
         weights: nn.Module,
         blocks: StageBlocks | None,
     ) -> None:
-        self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
+        self._graph = graph
+        self._part = part
+        self._variant = variant
+        self._blocks = blocks
         self._weights = weights
         self._compiled = variant.compiled and blocks is None  # each block is compiled by itself
         self.places: dict[str, str] = {}
@@ -178,8 +201,10 @@ class SegmentBuilder:
         self.places = {
             copy.name: place for node, copy in self._copies.items() if (place := user_place(node))
         }
-        code = compiled(code, dynamic=bool(self._graph.lengths)) if self._compiled else code
-        weights, looked_up = self._weights, [place_of(self._weights, name) for name in names]
+        if self._compiled:
+            code = compiled(code, dynamic=bool(self._graph.lengths))
+        weights = self._weights
+        looked_up = [place_of(self._weights, name) for name in names]
 
         def forward(*values: Any) -> Any:
             return code(weights, *[registry[name] for registry, name in looked_up], *values)
@@ -197,7 +222,9 @@ class SegmentBuilder:
         if self._blocks is not None or any(
             is_random(node, self._graph.module) for node in layer.nodes
         ):
-            reseeding: Any = torch.compiler.disable(reseed) if self._compiled else reseed  # type: ignore[no-untyped-call]
+            reseeding: Any = reseed
+            if self._compiled:
+                reseeding = torch.compiler.disable(reseed)  # type: ignore[no-untyped-call]
             self._new.call_function(reseeding, (self._key, self._device, index))
         if self._blocks is not None:
             call, *_ = layer.nodes
@@ -209,7 +236,8 @@ class SegmentBuilder:
         if self._variant.observable:
             # Of a layer's values the one whose backward runs first; of operations, that is the
             # last.
-            specs, path = self._graph.specs, self._graph.loss_path
+            specs = self._graph.specs
+            path = self._graph.loss_path
             nodes = [
                 node
                 for node in layer.nodes
@@ -232,7 +260,9 @@ class SegmentBuilder:
     def _copy_in_regions(self, node: fx.Node) -> None:
         """Copy an operation such that it runs in its regions."""
         regions = regions_of(node)
-        kind = self._device_kind() if any(region.grad is None for region in regions) else None
+        kind = None
+        if any(region.grad is None for region in regions):
+            kind = self._device_kind()
         self._region_writer.move_to(regions, kind)
         self._copy(node)
 

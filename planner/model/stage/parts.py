@@ -79,7 +79,9 @@ class Boundary:
     @property
     def makes(self) -> tuple[fx.Node, ...]:
         """The values that the layers' code returns."""
-        return self.sent if self.loss is None else (*self.sent, self.loss)
+        if self.loss is None:
+            return self.sent
+        return (*self.sent, self.loss)
 
 
 def boundary_of(
@@ -119,25 +121,30 @@ def stage_boundary(
     Layers that use no input may still depend on them, and run on some device.
     """
     boundary = boundary_of(graph, positions, later, keep)
+    needed = _needed_symbols(graph, boundary)
 
     def told(inputs: Iterable[tuple[int, fx.Node]]) -> set[sympy.Symbol]:
         taken = (*(leaf for _, leaf in inputs), *boundary.received)
         return set(telling(_sizes(graph, taken)))
 
-    numbers = (node.meta.get("val") for node in boundary.used)
-    expressions = (graph.reader.expression(number) for number in numbers if is_symbolic(number))
-    sizes: Iterable[Any] = (*expressions, *_sizes(graph, (*boundary.takes, *boundary.sent)))
-    needed = {BATCH}.union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
     inputs = boundary.inputs
     for leaf in enumerate(graph.inputs):
         if (needed - told(inputs)) & told((*inputs, leaf)):
             inputs = (*inputs, leaf)
+
     has_tensor = inputs or boundary.received or any(layer.parameters for layer in boundary.layers)
     if not has_tensor:  # which tells the device
-        inputs = tuple(
-            (index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs
-        )[:1]
+        tensors = [(index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs]
+        inputs = tuple(tensors[:1])
     return replace(boundary, inputs=inputs)
+
+
+def _needed_symbols(graph: LayerGraph, boundary: Boundary) -> set[sympy.Symbol]:
+    """Return the size of the batch, and the lengths in what a stage computes, takes and sends."""
+    numbers = (node.meta.get("val") for node in boundary.used)
+    expressions = (graph.reader.expression(number) for number in numbers if is_symbolic(number))
+    sizes: Iterable[Any] = (*expressions, *_sizes(graph, (*boundary.takes, *boundary.sent)))
+    return {BATCH}.union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
 
 
 def _sizes(graph: LayerGraph, nodes: Iterable[fx.Node]) -> tuple[Size, ...]:
@@ -169,7 +176,8 @@ def divided(
     for places, names in sorted(
         (sorted(place_of.get(name, -1) for name in names), names) for names in groups
     ):
-        first, last = places[0], places[-1]
+        first = places[0]
+        last = places[-1]
         if first < start or places != list(range(first, last + 1)):
             raise CaptureError(
                 f"the layers {list(names)}, which are to recompute together, do not follow one "
@@ -242,7 +250,8 @@ def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str,
         def forward_twice(*values: Any) -> tuple[Tensor, ...]:
             nonlocal before, has_run
             if not has_run:
-                before, has_run = _copies(buffers), True
+                before = _copies(buffers)
+                has_run = True
                 return forward(*values)
             with _replaced(before), FailuresPlaced(places):
                 return forward(*values)

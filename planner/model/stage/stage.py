@@ -211,11 +211,10 @@ class StageModule(nn.Module):
                 tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths)
             )
             if self.fixed_batch_size is not None:
-                size = (
-                    (self.fixed_batch_size, *size[1:])
-                    if isinstance(size, tuple)
-                    else self.fixed_batch_size
-                )
+                if isinstance(size, tuple):
+                    size = (self.fixed_batch_size, *size[1:])
+                else:
+                    size = self.fixed_batch_size
             for spec, tensor in given:
                 if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
                     raise ModelFileError(
@@ -239,7 +238,9 @@ def _is_same(leaf: Any, captured: Any) -> bool:
 
 
 def _named(leaf: Any) -> str:
-    return "a tensor" if isinstance(leaf, Tensor) else reprlib.repr(leaf)
+    if isinstance(leaf, Tensor):
+        return "a tensor"
+    return reprlib.repr(leaf)
 
 
 def _structure(spec: TreeSpec) -> object:

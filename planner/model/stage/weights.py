@@ -50,7 +50,8 @@ def join_weights(module: nn.RNNBase, weights: Sequence[Tensor]) -> None:
     """Move `weights`, which stand for those of a recurrent module, into one piece of memory if
     cuDNN will use them.
     """
-    own, module._flat_weights = module._flat_weights, list(weights)
+    own = module._flat_weights
+    module._flat_weights = list(weights)
     try:
         module.flatten_parameters()
     finally:

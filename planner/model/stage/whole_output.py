@@ -105,7 +105,9 @@ def _joined(leaf: OutputLeaf, values: Sequence[Any]) -> Any:
         shapes = {
             (*value.shape[: leaf.dimension], *value.shape[leaf.dimension + 1 :]) for value in values
         }
-        return torch.cat(list(values), leaf.dimension) if len(shapes) == 1 else None
+        if len(shapes) != 1:
+            return None
+        return torch.cat(list(values), leaf.dimension)
     return first  # it stands for what no layer of the stage has
 
 

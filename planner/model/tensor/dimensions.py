@@ -35,11 +35,9 @@ class Packing:
 def packing(product: fx.Node) -> Packing | None:
     """Return what a product's outputs are blocks of; None where they are one."""
     size = shape_of(product)[-1]
-    packed, cuts, dimensions = (
-        {product: len(shape_of(product)) - 1},
-        dict[fx.Node, set[int]](),
-        dict[fx.Node, int](),
-    )
+    packed = {product: len(shape_of(product)) - 1}
+    cuts = dict[fx.Node, set[int]]()
+    dimensions = dict[fx.Node, int]()
     ahead = [product]
     while ahead:
         value = ahead.pop()
@@ -57,34 +55,47 @@ def packing(product: fx.Node) -> Packing | None:
     borders = sorted({0, size}.union(*cuts.values()))
     # A slice is one block, and all other operations take apart all of them.
     for own in cuts.values():
-        low, high = min(own), max(own)
+        low = min(own)
+        high = max(own)
         if sum(low <= border <= high for border in borders) != len(own):
             return None
     blocks = tuple(end - start for start, end in pairwise(borders))
-    return Packing(blocks, packed, dimensions) if len(blocks) > 1 else None
+    if len(blocks) > 1:
+        return Packing(blocks, packed, dimensions)
+    return None
 
 
 def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], int] | None:
     """Return the borders of the blocks that an operation makes values of their own, and the
     dimension of those.
     """
-    operation, size = packet_of(user), shape_of(value)[dimension]
+    operation = packet_of(user)
+    size = shape_of(value)[dimension]
     if along(user) == dimension:
         if operation in PARTS:
             sizes = [part.shape[dimension] for part in user.meta["val"]]
             return set(accumulate(sizes, initial=0)), dimension
-        step = user.args[4] if operation is _aten.slice and len(user.args) > 4 else 1
-        if (
-            operation in (_aten.slice, _aten.narrow)
-            and step == 1
-            and isinstance(start := start_of(user), int)
-        ):
-            return {start % size, start % size + shape_of(user)[dimension]}, dimension
-    if operation in VIEWS and (outer := dimension_of(user, {value: dimension})) is not None:
-        count = shape_of(user)[outer]
-        if count < size and _taken_apart(user, outer):
-            return set(range(0, size + 1, size // count)), outer + 1
+
+        start = start_of(user) if _is_narrow(user) else None
+        if isinstance(start, int):
+            start %= size
+            return {start, start + shape_of(user)[dimension]}, dimension
+
+    if operation in VIEWS:
+        outer = dimension_of(user, {value: dimension})
+        if outer is not None:
+            count = shape_of(user)[outer]
+            if count < size and _taken_apart(user, outer):
+                return set(range(0, size + 1, size // count)), outer + 1
     return None
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    """Return whether an operation takes consecutive elements of a dimension."""
+    if packet_of(node) is not _aten.slice:
+        return packet_of(node) is _aten.narrow
+    step = node.args[4] if len(node.args) > 4 else 1
+    return isinstance(step, int) and step == 1
 
 
 def start_of(node: fx.Node) -> Any:
@@ -99,7 +110,9 @@ def _taken_apart(node: fx.Node, dimension: int) -> bool:
     for user in node.users:
         if along(user) == dimension and packet_of(user) in (*ONES, *PARTS):
             return True
-        moved = dimension_of(user, {node: dimension}) if packet_of(user) in _MOVES else None
+        moved = None
+        if packet_of(user) in _MOVES:
+            moved = dimension_of(user, {node: dimension})
         if moved is not None and _taken_apart(user, moved):
             return True
     return False
@@ -115,9 +128,9 @@ def _kept(user: fx.Node, value: fx.Node, dimension: int) -> int | None:
     ):
         return None  # it would meet what is in the order of the whole
     after = dimension_of(user, {value: dimension})
-    return (
-        after if after is not None and shape_of(user)[after] == shape_of(value)[dimension] else None
-    )
+    if after is not None and shape_of(user)[after] == shape_of(value)[dimension]:
+        return after
+    return None
 
 
 class Product(NamedTuple):
@@ -208,7 +221,9 @@ ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the di
 
 def packet_of(node: fx.Node) -> Any:
     """Return the operation of a node, whatever its types of arguments; None for other code."""
-    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+    if isinstance(node.target, OpOverload):
+        return node.target.overloadpacket
+    return None
 
 
 def shape_of(node: fx.Node) -> Sequence[Any]:
@@ -245,13 +260,16 @@ def dimension_of(
     """
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
-    operation, first = packet_of(node), node.args[0] if node.args else None
+    operation = packet_of(node)
+    first = node.args[0] if node.args else None
     if operation is None or not shape_of(node):
         return None
     dimension = divided[next(iter(divided))]
     if operation is _aten.scaled_dot_product_attention:
         heads = {len(shape_of(source)) - 3 for source in divided}
-        return heads.pop() if set(divided.values()) == heads and first in divided else None
+        if set(divided.values()) == heads and first in divided:
+            return heads.pop()
+        return None
     if operation in (_aten.matmul, _aten.bmm):
         batch = (
             len(divided) == 2
@@ -266,11 +284,14 @@ def dimension_of(
         same = all(
             divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each)
         )
-        return dimension - (operation in ONES and own < dimension) if same else None
+        if not same:
+            return None
+        return dimension - (operation in ONES and own < dimension)
     if not isinstance(first, fx.Node):
         return None
     if first in divided:
-        before, after = shape_of(first), shape_of(node)
+        before = shape_of(first)
+        after = shape_of(node)
         if operation in RESHAPES:
             return _viewed(before, after, divided[first])
         if operation in (_aten.transpose, _aten.permute):
@@ -278,13 +299,15 @@ def dimension_of(
         if operation in (*_NORMS, *_SUMS):
             given: Any = node.args[1] if len(node.args) > 1 else ()
             over = range(-len(given), 0) if operation in _NORMS else given
-            return (
-                dimension if over and dimension < min(each % len(before) for each in over) else None
-            )
+            if over and dimension < min(each % len(before) for each in over):
+                return dimension
+            return None
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
-    return _pointwise(node, divided, parts) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
+    if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        return _pointwise(node, divided, parts)
+    return None
 
 
 def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> int | None:
@@ -316,7 +339,8 @@ def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int 
 
 
 def _moved(node: fx.Node, rank: int, dimension: int) -> int:
-    order, given = list(range(rank)), node.args[1:]
+    order = list(range(rank))
+    given = node.args[1:]
     if node.target is _aten.permute.default:
         order = [int(each) % rank for each in given[0]]  # type: ignore[arg-type,union-attr]
     else:

@@ -2,7 +2,7 @@
 again.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,11 @@ class Regions:
     """
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
-        self._graph, self._code, self._division = graph, code, division
-        self._tokens, self._experts = division.tokens, division.routed
+        self._graph = graph
+        self._code = code
+        self._division = division
+        self._tokens = division.tokens
+        self._experts = division.routed
         # values of which this piece has the rows of a rank's experts; offsets
         self._rows = dict[fx.Node, fx.Node]()
         self._weights: dict[fx.Node, Cut] = {}
@@ -76,56 +79,66 @@ class Regions:
         self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
         if division.group is not None:
-            self._group = group = division.group
-            # How rows get to the ranks of their experts, there, and back.
-            self._moves: tuple[Callable[..., object], ...] = (group.rows, group.take, group.summand)
-            if division.by_samples:
-                self._moves = group.exchange, group.give, group.back
-            self._weights = division.weights(graph)
-            for node in graph.module.graph.nodes:
-                cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
-                packed = packing(node) if cut is not None and cut.blocks else None
-                if packed is not None:
-                    self._packed |= {
-                        value: Cut(each, packed.blocks) for value, each in packed.packed.items()
-                    }
-                    self._opened |= dict.fromkeys(packed.opened, packed)
-            self._replaced = {
-                _aten.dropout.default: division.group.dropout,
-                _aten.scaled_dot_product_attention.default: division.group.attention,
-            }
+            self._divide_over(division.group)
+
+    def _divide_over(self, group: "TensorGroup") -> None:
+        """Note which weights the ranks divide, and which of their calls replace operations."""
+        self._group = group
+        # How rows get to the ranks of their experts, there, and back.
+        self._moves: tuple[Callable[..., object], ...] = (group.rows, group.take, group.summand)
+        if self._division.by_samples:
+            self._moves = (group.exchange, group.give, group.back)
+        self._replaced = {
+            _aten.dropout.default: group.dropout,
+            _aten.scaled_dot_product_attention.default: group.attention,
+        }
+
+        self._weights = self._division.weights(self._graph)
+        for node in self._graph.module.graph.nodes:
+            if node.target in PRODUCTS:
+                self._note_packing(node)
+
+    def _note_packing(self, product: fx.Node) -> None:
+        """Note the values that a product computes several of as one, and what takes them apart."""
+        cut = self._weights.get(weight_of(product))
+        packed = packing(product) if cut is not None and cut.blocks else None
+        if packed is not None:
+            for value, dimension in packed.packed.items():
+                self._packed[value] = Cut(dimension, packed.blocks)
+            self._opened |= dict.fromkeys(packed.opened, packed)
 
     def taken(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return a value that enters the piece."""
         if node not in self._tokens or node not in self._division.borders:
             return copy
-        enter = self._group.part if self._division.sends_parts else self._group.scatter
+        if self._division.sends_parts:
+            enter = self._group.part
+        else:
+            enter = self._group.scatter
         return self._code.call_function(enter, (copy, self._tokens[node]))
 
     def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it leaves the piece."""
-        if node not in self._tokens or (
-            node in self._division.borders and not self._division.sends_parts
-        ):
+        at_border = node in self._division.borders
+        if node not in self._tokens or (at_border and not self._division.sends_parts):
             return self.whole(node, copies)
-        return (
-            self._code.call_method("to_local", (copies[node],))
-            if node in self._division.borders
-            else copies[node]
-        )
+        if at_border:
+            return self._code.call_method("to_local", (copies[node],))
+        return copies[node]
 
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        reads_rows = offsets_of(node) is not None or not self._rows.keys().isdisjoint(
-            node.all_input_nodes
-        )
+        is_product = offsets_of(node) is not None
+        reads_rows = is_product or not self._rows.keys().isdisjoint(node.all_input_nodes)
         if reads_rows and node in self._experts.rows:
             self._rows[node] = self._experts.rows[node]
             return lambda source: self._by_experts(node, source, copies)
+
         if not self._divided(node):
             return lambda source: self._added(source, copies)
         if self._runs_whole(node):
             return lambda source: self.whole(source, copies)
+
         tokens = self._tokens if node in self._tokens else {}
         return lambda source: copies[source] if source in tokens else self._within(source, copies)
 
@@ -133,41 +146,51 @@ class Regions:
         """Return the result of an operation, given its copy that `reader` has served."""
         if node in self._rows:
             return copy
-        cut = self._weights.get(weight_of(node))
-        if within := bool(self._divided(node)) and not self._runs_whole(node):
-            copy.target = self._replaced.get(node.target, copy.target)
-            if node in self._opened:
-                self._take_apart(node, copy)
-            given: list[Any] = [
-                self._gathered[source]
-                for source in node.all_input_nodes
-                if source in self._gathered
-            ]
-            if given and cut is not None:
-                compute: Any = node.target
-                copy.target, copy.args = self._group.product, (given[0], compute, *copy.args)
-            elif given and node not in self._tokens and packet_of(node) in RESHAPES:
-                # to be recognised by the product that multiplies the view
-                self._gathered[node] = given[0]
+
+        computes_parts = bool(self._divided(node)) and not self._runs_whole(node)
+        if computes_parts:
+            self._compute_parts(node, copy)
+
         if node in self._tokens:
-            scattered = (copy, self._tokens[node])
-            return (
-                self._code.call_function(self._group.scatter, scattered)
-                if is_tensor(node)
-                else copy
-            )
-        # The result is the sum of what the ranks compute with their parts of a weight, or is
-        # gathered. It stays a sum where it is scattered next.
-        ends = (
-            cut is not None
-            and (cut.gathered or sums(node, cut))
-            and not self._tokens.keys() & node.users.keys()
-        )
-        if within and ends:
+            if not is_tensor(node):
+                return copy
+            return self._code.call_function(self._group.scatter, (copy, self._tokens[node]))
+        if not computes_parts:
+            return copy
+        if self._ends(node):
             return self._code.call_function(self._group.leave, (copy,))
-        if within and (is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))):
+
+        if is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list)):
             self._inside.add(node)
         return copy
+
+    def _compute_parts(self, node: fx.Node, copy: fx.Node) -> None:
+        """Change an operation so that each rank computes its part of the result."""
+        copy.target = self._replaced.get(node.target, copy.target)
+        if node in self._opened:
+            self._take_apart(node, copy)
+
+        gathered: list[Any] = [
+            self._gathered[source] for source in node.all_input_nodes if source in self._gathered
+        ]
+        if not gathered:
+            return
+        if weight_of(node) in self._weights:
+            compute: Any = node.target
+            copy.target = self._group.product
+            copy.args = (gathered[0], compute, *copy.args)
+        elif node not in self._tokens and packet_of(node) in RESHAPES:
+            # to be recognised by the product that multiplies the view
+            self._gathered[node] = gathered[0]
+
+    def _ends(self, node: fx.Node) -> bool:
+        """Return whether a result becomes whole: it is the sum of what the ranks compute with their
+        parts of a weight, or is gathered. It stays a sum where it is scattered next.
+        """
+        cut = self._weights.get(weight_of(node))
+        if cut is None or self._tokens.keys() & node.users.keys():
+            return False
+        return cut.gathered or sums(node, cut)
 
     def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it is on every rank."""
@@ -179,24 +202,30 @@ class Regions:
 
     def _take_apart(self, node: fx.Node, copy: fx.Node) -> None:
         """Change an operation on a packed value so that it takes apart what each rank has of it."""
-        packing, (value, *given) = self._opened[node], copy.args
+        packed = self._opened[node]
+        value, *more = copy.args
         source = node.all_input_nodes[0]
-        dimension, blocks = self._packed[source].dimension, packing.blocks
-        if packet_of(node) in VIEWS:
+        dimension = self._packed[source].dimension
+
+        operation = packet_of(node)
+        if operation in VIEWS:
             with self._code.inserting_before(copy):
-                value = self._code.call_function(self._group.stack, (value, len(blocks), dimension))
-            if packet_of(node) is _aten.unflatten:
-                given = [dimension + 1, given[1][1:]]  # type: ignore[index]
-            copy.args = (value, *given)
-        elif packet_of(node) in PARTS:
-            copy.target, copy.args, copy.kwargs = self._group.split, (value, blocks, dimension), {}
+                stacked = (value, len(packed.blocks), dimension)
+                value = self._code.call_function(self._group.stack, stacked)
+            if operation is _aten.unflatten:
+                more = [dimension + 1, more[1][1:]]  # type: ignore[index]
+            copy.args = (value, *more)
+            return
+
+        if operation in PARTS:
+            copy.target = self._group.split
+            copy.args = (value, packed.blocks, dimension)
         else:
-            start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
-            copy.target, copy.args, copy.kwargs = (
-                self._group.narrow,
-                (value, start, length, dimension),
-                {},
-            )
+            start = start_of(node) % shape_of(source)[dimension]
+            length = shape_of(node)[dimension]
+            copy.target = self._group.narrow
+            copy.args = (value, start, length, dimension)
+        copy.kwargs = {}
 
     def _divided(self, node: fx.Node) -> list[fx.Node]:
         """Return what an operation reads of divided weights and values."""
@@ -233,7 +262,8 @@ class Regions:
             return self._gathered[node]
         if node in self._inside or not is_tensor(node):
             return copies[node]
-        if (cut := self._weights.get(node)) is not None:
+        cut = self._weights.get(node)
+        if cut is not None:
             return self._once(self._group.part, node, copies[node], cut.dimension)
         return self._once(self._group.enter, node, self._added(node, copies))
 
@@ -241,14 +271,18 @@ class Regions:
         self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]
     ) -> fx.Node:
         """Return what an operation on the rows of a rank's experts reads in place of a value."""
-        offsets, is_product = self._rows[node], offsets_of(node) is not None
         if source in self._rows:
             return copies[source]
+
+        offsets = self._rows[node]
+        is_product = offsets_of(node) is not None
+        routes, take, _ = self._moves
         if is_product and source is node.args[1]:
             return self._once(self._group.matrices, source, self._within(source, copies))
-        routes, take, _ = self._moves
         if is_product and source is offsets:
-            return self._code.call_function(getitem, (self._calls[routes.__name__, source], 0))
+            routed = self._calls[routes.__name__, source]
+            return self._code.call_function(getitem, (routed, 0))
+
         whole = self.whole(source, copies)
         if not self._division.by_samples:
             whole = self._once(self._group.alone, source, whole)
@@ -259,14 +293,19 @@ class Regions:
 
     def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value with all of its rows, or with what all ranks add to its gradient."""
-        by_samples, copy = self._division.by_samples, copies[node]
-        if (offsets := self._rows.get(node)) is not None:
+        by_samples = self._division.by_samples
+        offsets = self._rows.get(node)
+        if offsets is not None:
             routes, _, back = self._moves
-            copy = self._once(back, node, copy, self._calls[routes.__name__, offsets])
-            return copy if by_samples else self._once(self._group.sum, node, copy)
+            routed = self._calls[routes.__name__, offsets]
+            rows = self._once(back, node, copies[node], routed)
+            if by_samples:
+                return rows
+            return self._once(self._group.sum, node, rows)
+
         if by_samples and self._graph.names.parameter(node) is not None:
-            return self._once(self._group.alone, node, copy)
-        return copy
+            return self._once(self._group.alone, node, copies[node])
+        return copies[node]
 
     def _once(self, function: Callable[..., object], node: fx.Node, *given: Any) -> fx.Node:
         """Return the result of a call that is about a value, where all that need it take
@@ -302,7 +341,9 @@ class DividedWeights:
 
     def samples_of(self, size: int) -> int:
         """Return how many samples of a microbatch a rank has."""
-        return size // self.group.degree if self.group is not None and self.by_samples else size
+        if self.group is not None and self.by_samples:
+            return size // self.group.degree
+        return size
 
     def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
         """Return how the weights are divided that a graph reads."""
@@ -313,28 +354,27 @@ class DividedWeights:
         """Return the same for a stage that exchanges these values with others."""
         if self.group is None:
             return self
-        routed, tokens = find_experts(graph, self.cuts), dict[fx.Node, int]()
+        tokens = dict[fx.Node, int]()
         if self.by_tokens and not self.by_samples:
             tokens = divided_by_tokens(graph, self.weights(graph), self.group.degree)
+        routed = find_experts(graph, self.cuts)
         return replace(self, routed=routed, tokens=tokens, borders=borders)
 
     def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
         """Return the spec of what stages exchange of a value."""
-        each = self.group.degree if self.group is not None and self.sends_parts else 1
-        sizes = (
-            size // each if self.tokens.get(node) == place else size
-            for place, size in enumerate(spec.sizes)
-        )
+        if self.group is None or not self.sends_parts:
+            return spec
+        sizes = list(spec.sizes)
+        if node in self.tokens:
+            sizes[self.tokens[node]] //= self.group.degree
         return replace(spec, sizes=tuple(sizes))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""
         cut = self.cuts.get(name)
-        return (
-            whole
-            if cut is None or self.group is None
-            else cut.part(whole, self.group.place, self.group.degree)
-        )
+        if cut is None or self.group is None:
+            return whole
+        return cut.part(whole, self.group.place, self.group.degree)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a weight, or of a tensor of its shape; all ranks call it."""
@@ -348,9 +388,9 @@ class DividedWeights:
         cut = self.cuts.get(name)
         if cut is None or self.group is None:
             return shape
-        return torch.Size(
-            size * self.group.degree if d == cut.dimension else size for d, size in enumerate(shape)
-        )
+        sizes = list(shape)
+        sizes[cut.dimension] *= self.group.degree
+        return torch.Size(sizes)
 
 
 UNDIVIDED = DividedWeights()
@@ -388,9 +428,11 @@ def refuse_divided_hooks(name: str, parameter: Tensor) -> None:
 
 def own_rows(weight: Tensor) -> slice:
     """Return which rows of a weight this replica has, where `fully_shard` has divided it."""
-    mesh, rows = weight.device_mesh, weight.shape[0]  # type: ignore[attr-defined]
+    mesh = weight.device_mesh  # type: ignore[attr-defined]
     last = mesh.ndim - 1  # in the others replicas have the same rows
-    each, place = -(-rows // mesh.size(last)), mesh.get_local_rank(last)
+    place = mesh.get_local_rank(last)
+    rows = weight.shape[0]
+    each = -(-rows // mesh.size(last))
     return slice(min(place * each, rows), min((place + 1) * each, rows))
 
 
@@ -412,13 +454,15 @@ def whole_state(
     rounded as they are used, where replicas have nothing but `masters` of them, and those are not
     asked for.
     """
-    division, wholes = divided_weights(module), dict[int, Tensor]()
+    division = divided_weights(module)
+    wholes = dict[int, Tensor]()
     state = module.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if id(tensor) not in wholes:  # tied weights stay one tensor
             whole = division.whole(name, tensor.detach())
             if is_divided(whole):
-                whole = whole if masters else whole.to(module.used_dtypes[name])  # type: ignore[index]
+                if not masters:
+                    whole = whole.to(module.used_dtypes[name])  # type: ignore[index]
                 whole = whole.full_tensor()  # type: ignore[attr-defined]
                 whole = whole.cpu() if kept else whole[:0].clone()
             wholes[id(tensor)] = whole
@@ -439,53 +483,71 @@ def division_of(
             "which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )
-    weights = {
-        node: name
-        for node in graph.module.graph.nodes
-        if (name := graph.names.parameter(node)) is not None
-    }
-    products: dict[str, list[fx.Node]] = {}  # by the module that has the weight
-    for node in graph.module.graph.nodes:
-        if node.target in PRODUCTS and (name := weights.get(weight_of(node))) is not None:
-            products.setdefault(name.rpartition(".")[0], []).append(node)
-    whole = {
+    products = _products(graph)
+    undivided = {
         module
-        for module, own in products.items()
-        if any(_splits_heads(each, group.degree) for each in own)
+        for module, nodes in products.items()
+        if any(_splits_heads(node, group.degree) for node in nodes)
     }
-    experts, found = find_experts(graph).counts, {}
+    experts = find_experts(graph).counts
+
+    cuts: dict[str, Cut] = {}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
         modules = {alias.rpartition(".")[0] for alias in aliases}
-        styles = {style_of(plan, module) for module in modules - whole}
-        style = next((each for each in (*COLUMNS, *GATHERED, *ROWS) if each in styles), None)
+        style = _style(plan, modules - undivided)
         if name in experts:
             style = EXPERTS if style_of(plan, name) == EXPERTS else None
         # the bias of a sum is added once
         if style is None or (parameter.dim() == 1 and style in ROWS):
             continue
+
         users = [node for module in modules for node in products.get(module, ())]
-        dimension = 0
-        for node in users:
-            if weights[weight_of(node)] in aliases:
-                product = PRODUCTS[node.target]
-                dimension = product.inputs if style in ROWS else product.outputs
+        own = [node for node in users if graph.names.parameter(weight_of(node)) in aliases]
         packed = packing(users[0]) if style in COLUMNS and len(users) == 1 else None
-        cut = Cut(dimension, packed.blocks if packed is not None else (), style in GATHERED)
-        if cut.gathered and not cut.divides(parameter.shape[dimension], group.degree):
-            continue
-        if not cut.divides(parameter.shape[dimension], group.degree):
-            size = " + ".join(map(str, cut.blocks or (parameter.shape[dimension],)))
-            raise PlanError(
-                f"{group.degree} ranks cannot divide the {size} elements of '{name}' along "
-                f"dimension {dimension} "
-                "evenly",
-                hint="solve with smaller degrees in `tensor`",
-            )
-        found.update(dict.fromkeys(aliases, cut))
+        blocks = packed.blocks if packed is not None else ()
+        cut = Cut(_divided_dimension(own, style), blocks, style in GATHERED)
+        if cut.divides(parameter.shape[cut.dimension], group.degree):
+            cuts |= dict.fromkeys(aliases, cut)
+        elif not cut.gathered:
+            raise _uneven(name, parameter.shape[cut.dimension], cut, group.degree)
+
     by_samples = divides_samples(graph, group.degree, samples) and set(plan.values()) == {EXPERTS}
-    return DividedWeights(
-        group, found, {name: n for name, n in experts.items() if name in found}, by_samples
+    divided = {name: count for name, count in experts.items() if name in cuts}
+    return DividedWeights(group, cuts, divided, by_samples)
+
+
+def _products(graph: LayerGraph) -> dict[str, list[fx.Node]]:
+    """Return the products of a graph by the module that has their weight."""
+    products: dict[str, list[fx.Node]] = {}
+    for node in graph.module.graph.nodes:
+        if node.target in PRODUCTS:
+            name = graph.names.parameter(weight_of(node))
+            if name is not None:
+                products.setdefault(name.rpartition(".")[0], []).append(node)
+    return products
+
+
+def _style(plan: Plan, modules: Iterable[str]) -> str | None:
+    """Return how a weight is divided that so many modules have; None where none says it."""
+    styles = {style_of(plan, module) for module in modules}
+    return next((style for style in (*COLUMNS, *GATHERED, *ROWS) if style in styles), None)
+
+
+def _divided_dimension(products: Sequence[fx.Node], style: str) -> int:
+    """Return the dimension of a weight, or of a bias of no product, that ranks divide."""
+    if not products:
+        return 0
+    product = PRODUCTS[products[-1].target]
+    return product.inputs if style in ROWS else product.outputs
+
+
+def _uneven(name: str, size: int, cut: Cut, degree: int) -> PlanError:
+    elements = " + ".join(map(str, cut.blocks or (size,)))
+    return PlanError(
+        f"{degree} ranks cannot divide the {elements} elements of '{name}' along dimension "
+        f"{cut.dimension} evenly",
+        hint="solve with smaller degrees in `tensor`",
     )
 
 
@@ -512,4 +574,6 @@ def _heads(view: fx.Node, value: fx.Node) -> int:
     """
     last = len(shape_of(value)) - 1
     place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
-    return 0 if place is None or place == len(shape_of(view)) - 1 else int(shape_of(view)[place])
+    if place is None or place == len(shape_of(view)) - 1:
+        return 0
+    return int(shape_of(view)[place])

@@ -48,20 +48,36 @@ def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Ex
 
     A weight can be divided if nothing but grouped products uses it.
     """
-    counts, products = dict[str, int](), dict[fx.Node, fx.Node]()
+    counts = dict[str, int]()
+    products = dict[fx.Node, fx.Node]()
     for node in graph.module.graph.nodes:
         name = graph.names.parameter(node)
-        if name is not None and (divided is None or name in divided) and (own := _products(node)):
+        if name is None or (divided is not None and name not in divided):
+            continue
+        own = _products(node)
+        if own:
             products |= own
-            counts[name] = int(shape_of(next(iter(own.values())))[0])
+            offsets = next(iter(own.values()))
+            counts[name] = int(shape_of(offsets)[0])
+    return Experts(_rows(graph, products), counts)
+
+
+def _rows(graph: LayerGraph, products: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return the values that have a row for each of the experts' rows, from grouped products on,
+    with the offsets of these.
+    """
     rows = dict[fx.Node, fx.Node]()
-    for node in graph.module.graph.nodes if products else ():
+    if not products:
+        return rows
+
+    for node in graph.module.graph.nodes:
         known = {source: rows[source] for source in node.all_input_nodes if source in rows}
+        offsets = set(known.values())
         if node in products:
             rows[node] = products[node]
-        elif len(offsets := set(known.values())) == 1 and _keeps_rows(graph, node, known):
+        elif len(offsets) == 1 and _keeps_rows(graph, node, known):
             rows[node] = offsets.pop()
-    return Experts(rows, counts)
+    return rows
 
 
 def _products(weight: fx.Node) -> dict[fx.Node, fx.Node]:
@@ -88,7 +104,9 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
     rows, matrices, *rest = node.args
     given = rest[0] if rest else node.kwargs.get("offs")
     dimensions = [len(shape_of(each)) for each in (rows, matrices) if isinstance(each, fx.Node)]
-    return given if dimensions == [2, 3] and isinstance(given, fx.Node) else None
+    if dimensions == [2, 3] and isinstance(given, fx.Node):
+        return given
+    return None
 
 
 def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> bool:

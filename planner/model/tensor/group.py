@@ -51,7 +51,8 @@ class TensorGroup:
     """
 
     def __init__(self, degree: int, place: int) -> None:
-        self.degree, self.place = degree, place
+        self.degree = degree
+        self.place = place
         self._mesh: DeviceMesh | None = None
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -81,7 +82,9 @@ class TensorGroup:
         own = Shard(dimension)
         whole = value if isinstance(value, DTensor) else self.enter(value)
         assert isinstance(whole, DTensor)
-        return whole if whole.placements == (own,) else whole.redistribute(placements=[own])
+        if whole.placements == (own,):
+            return whole
+        return whole.redistribute(placements=[own])
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the whole of a value that ranks divide by tokens, for a product whose weight they
@@ -96,7 +99,8 @@ class TensorGroup:
         """Compute with what `gather` returned, or a view of it; the backward gathers it again from
         the part.
         """
-        node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
+        node = gathered.grad_fn
+        like = (gathered.placements, gathered.numel())
 
         def kept(saved: Tensor) -> Any:
             is_like = isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like
@@ -114,9 +118,9 @@ class TensorGroup:
         """
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-        return (
-            Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
-        )
+        if not blocks:
+            return whole
+        return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension))
 
     def rows(self, offsets: Tensor, whole: Tensor) -> Rows:
         """Return which rows of a value belong to this rank's experts, given where those of each
@@ -125,12 +129,14 @@ class TensorGroup:
         Without data, as many as any other rank's. The host waits for the offsets, as sizes depend
         on them.
         """
-        each, total = offsets.shape[0] // self.degree, whole.shape[0]
+        each = offsets.shape[0] // self.degree
+        total = whole.shape[0]
         if isinstance(offsets, FakeTensor):
             return Rows(
                 offsets[:each], self.place * total // self.degree, total // self.degree, total
             )
-        first, ends = self.place * each, [0, *offsets.tolist()]
+        first = self.place * each
+        ends = [0, *offsets.tolist()]
         start = ends[first]
         return Rows(offsets[first : first + each] - start, start, ends[first + each] - start, total)
 
@@ -147,7 +153,9 @@ class TensorGroup:
         """Return a value that all ranks have whole, for a computation that each does for itself
         with a part.
         """
-        made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        if not value.requires_grad:
+            return value
+        made: Tensor = _Alone.apply(value, self.mesh.get_group())  # type: ignore[no-untyped-call]
         return made
 
     def exchange(self, offsets: Tensor, whole: Tensor) -> Exchange:
@@ -185,7 +193,9 @@ class TensorGroup:
         group = self.mesh.get_group()
         if over_gloo(group) and not isinstance(value, FakeTensor):
             equal = [len(value) // self.degree] * self.degree
-            swapped: Tensor = _Swapped.apply(value, takes or equal, sends or equal, group)  # type: ignore[no-untyped-call]
+            swapped: Tensor = _Swapped.apply(  # type: ignore[no-untyped-call]
+                value, takes or equal, sends or equal, group
+            )
             return swapped
         moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, group)
         return moved
@@ -266,7 +276,10 @@ class TensorGroup:
             each.shape[dimension] % self.degree for each in (query, key)
         )
         own = Shard(dimension) if divides else Replicate()
-        tensors = [each.redistribute(placements=[own]).to_local() for each in (query, key, value)]  # type: ignore[attr-defined]
+        tensors = [
+            each.redistribute(placements=[own]).to_local()  # type: ignore[attr-defined]
+            for each in (query, key, value)
+        ]
         mask = None
         if attn_mask is not None:
             assert isinstance(attn_mask, DTensor)
@@ -294,11 +307,10 @@ class TensorGroup:
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = (
-                scores.masked_fill(mask.logical_not(), -math.inf)
-                if mask.dtype == torch.bool
-                else scores + mask
-            )
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(mask.logical_not(), -math.inf)
+            else:
+                scores = scores + mask
         return DTensor.from_local(
             (scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False
         )
@@ -328,8 +340,10 @@ class _Swapped(torch.autograd.Function):
         ctx: Any, value: Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.back = sends, takes, group
-        own, whole = dist.get_rank(group), value.new_empty((sum(takes), *value.shape[1:]))
-        given, taken = torch.split(value.contiguous(), sends), torch.split(whole, takes)
+        own = dist.get_rank(group)
+        whole = value.new_empty((sum(takes), *value.shape[1:]))
+        given = torch.split(value.contiguous(), sends)
+        taken = torch.split(whole, takes)
         taken[own].copy_(given[own])
         swap(group, given.__getitem__, taken.__getitem__)()
         return whole
@@ -348,7 +362,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: DTensor) -> DTensor:
         ctx.save_for_backward(part)
-        ctx.placements, ctx.part, ctx.whole = part.placements, None, None
+        ctx.placements = part.placements
+        ctx.part = None
+        ctx.whole = None
         return part.redistribute(placements=[Replicate()])
 
     @staticmethod

@@ -28,7 +28,8 @@ from planner.model.tensor.dimensions import (
 from planner.model.tensor.experts import EXPERTS, find_experts
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
-COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
+COLUMNS = ("colwise", "packed_colwise")
+ROWS = ("rowwise", "embedding_rowwise")
 # columns, whose outputs every rank has whole right behind
 GATHERED = ("colwise_gather_output", "colwise_rep")
 
@@ -81,13 +82,32 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
     nodes = [node for layer in graph.layers for node in layer.nodes]
     names = {node: graph.names.parameter(node) for node in graph.module.graph.nodes}
     uses = Counter(names[source] for node in nodes for source in node.all_input_nodes)
-    # A weight that is used once, as the weight of a product or an embedding.
+    # the weights of products and embeddings
     read = {node: name for node in nodes if (name := names.get(weight_of(node))) is not None}
-    weights = {
+    read_once = {
         node: name for node, name in read.items() if uses[name] == 1 and name.endswith(".weight")
     }
-    parameters = dict(graph.model.named_parameters())
-    shapes = {node: parameters[name].shape for node, name in weights.items()}
+    styles = _product_styles(nodes, degree, graph.model, read_once)
+
+    for node, name in read.items():
+        rows = graph.model.get_parameter(name).shape[0]
+        if node.target is torch.ops.aten.embedding.default and rows % degree == 0:
+            users = [other.target in PRODUCTS for other, own in read.items() if own == name]
+            # a head may have the embedding's weight
+            if len(users) == uses[name] <= 2 and name.endswith(".weight"):
+                styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
+
+    modules = {name.rpartition(".")[0]: style for name, style in styles.items()}
+    return modules | expert_plan(graph, degree)
+
+
+def _product_styles(
+    nodes: Sequence[fx.Node], degree: int, model: nn.Module, weights: Mapping[fx.Node, str]
+) -> dict[str, str]:
+    """Return how the weights of products are divided, by their names; `weights` are those of nodes
+    that may be.
+    """
+    shapes = {node: model.get_parameter(name).shape for node, name in weights.items()}
     packings = {node: packing(node) for node in weights if node.target in PRODUCTS}
     whole = set[fx.Node]()  # products that turned out not to end in a sum
     while True:
@@ -95,21 +115,8 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
         if not failed:
             break
         whole |= failed
-    styles = {weights[node]: "colwise" for node in columns} | {
-        weights[node]: "rowwise" for node in rows
-    }
-    for node, name in read.items():
-        if (
-            node.target is torch.ops.aten.embedding.default
-            and parameters[name].shape[0] % degree == 0
-        ):
-            users = [other.target in PRODUCTS for other, own in read.items() if own == name]
-            # a head may have the embedding's weight
-            if len(users) == uses[name] <= 2 and name.endswith(".weight"):
-                styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
-    return {name.rpartition(".")[0]: style for name, style in styles.items()} | expert_plan(
-        graph, degree
-    )
+    by_columns = {weights[node]: "colwise" for node in columns}
+    return by_columns | {weights[node]: "rowwise" for node in rows}
 
 
 def divides_samples(graph: LayerGraph, degree: int, samples: int) -> bool:
@@ -139,37 +146,44 @@ def _walk(
     `shapes` are of weights. The products returned are those divided by outputs, those by inputs,
     and those that fail.
     """
-    rows, columns, failed, ended = set[fx.Node](), set[fx.Node](), set[fx.Node](), set[fx.Node]()
+    rows = set[fx.Node]()
+    columns = set[fx.Node]()
+    failed = set[fx.Node]()
+    ended = set[fx.Node]()
     # dimension, and the products it comes from
     divided: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
     # where what takes packed values apart has the divided dimension
     opened: dict[fx.Node, int] = {}
+
     for node in nodes:
-        inputs = [source for source in node.all_input_nodes if source in divided]
-        sources = frozenset[fx.Node]().union(*(divided[source][1] for source in inputs))
+        dimensions = {
+            source: divided[source][0] for source in node.all_input_nodes if source in divided
+        }
+        sources = frozenset[fx.Node]().union(*(divided[source][1] for source in dimensions))
         if node in packings:
-            product, packed = PRODUCTS[node.target], packings[node]
+            product = PRODUCTS[node.target]
             value = node.args[product.weight - 1]
             # It sums up over the last dimension of a divided value.
-            is_last = inputs == [value] and divided[inputs[0]][0] == len(shape_of(inputs[0])) - 1
-            if is_last and shapes[node][product.inputs] % degree == 0:
+            is_last = any(
+                source is value and dimension == len(shape_of(source)) - 1
+                for source, dimension in dimensions.items()
+            )
+            if is_last and len(dimensions) == 1 and shapes[node][product.inputs] % degree == 0:
                 rows.add(node)
                 ended |= sources
                 continue
+
             failed |= sources
+            packed = packings[node]
             cut = Cut(product.outputs, () if packed is None else packed.blocks)
-            if (
-                not sources
-                and node not in whole
-                and cut.divides(shapes[node][cut.dimension], degree)
-            ):
+            divides = cut.divides(shapes[node][cut.dimension], degree)
+            if divides and not sources and node not in whole:
                 columns.add(node)
                 divided[node] = len(shape_of(node)) - 1, frozenset([node])
                 opened |= {} if packed is None else packed.opened
-        elif inputs:
-            dimension = opened.get(
-                node, dimension_of(node, {source: divided[source][0] for source in inputs})
-            )
+
+        elif dimensions:
+            dimension = opened.get(node, dimension_of(node, dimensions))
             size = None if dimension is None else shape_of(node)[dimension]
             if dimension is None or not isinstance(size, int) or size % degree:
                 failed |= sources

@@ -24,7 +24,8 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.own = group, dist.get_rank(group)
+        self._group = group
+        self.own = dist.get_rank(group)
 
     def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
         """Add up all members' rows, each at its owner, which has the sum in place of its
@@ -93,7 +94,8 @@ def swap(
     where a member is late.
     """
     # PyTorch's annotations do not know that none is None
-    own, works = dist.get_rank(group), list[dist.Work | None]()
+    own = dist.get_rank(group)
+    works = list[dist.Work | None]()
     others = [
         (peer, dist.get_global_rank(group, peer))
         for peer in range(dist.get_world_size(group))

@@ -36,10 +36,8 @@ def divided_by_tokens(
     """
     found = dict[fx.Node, int]()
     for node in graph.module.graph.nodes:
-        cut, sources = (
-            weights.get(weight_of(node)),
-            [source for source in node.all_input_nodes if source in found],
-        )
+        cut = weights.get(weight_of(node))
+        sources = [source for source in node.all_input_nodes if source in found]
         if cut is not None and sums(node, cut):
             start = node
             while len(shape_of(start)) == 2 and [

@@ -17,8 +17,9 @@ Products, fused attention and pointwise kernels have those that were measured on
 (benchmarks/gpu_truth/README.md has the sources): long products of H100, B200 and L40S lower the
 clock, which takes their share below the others'; the H200's are PyTorch 2.11's own, and the H100's
 attention is FlashAttention-2. The GPUs' others are the same for all, and were set so that the V100
-meets the times of PipeDream's published profiles (benchmarks/gpu_truth/estimate says how well). The CPU's
-were fitted to profiles measured on an AMD EPYC (Zen 5) core (`benchmarks/gpu_truth/fit_device.py`).
+meets the times of PipeDream's published profiles (benchmarks/gpu_truth/estimate says how well). The
+CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core
+(`benchmarks/gpu_truth/fit_device.py`).
 """
 
 import json

@@ -62,7 +62,9 @@ class Flow:
 
 
 Fusion = Callable[[Flow], Sequence[str | None]]
-"""Name the kernel that each operation may be part of. Where one reads what another of this kernel writes, they join."""
+"""Name the kernel that each operation may be part of. Where one reads what another of this kernel
+writes, they join.
+"""
 
 
 def compiler(flow: Flow) -> list[str | None]:

@@ -7,7 +7,8 @@ empty. Products of few tiles divide k among processors as well. Larger tiles rea
 multiplication and reach more of the peak. See NVIDIA, "Matrix Multiplication Background User's
 Guide" (2023), sections 3 and 4: tile and wave quantization.
 
-    t = waves · 2·a·b·(k/s + k0) / (peak/processors · rate),    waves = ceil(batch·ceil(m/a)·ceil(n/b)·s / processors)
+    t     = waves · 2·a·b·(k/s + k0) / (peak/processors · rate)
+    waves = ceil(batch·ceil(m/a)·ceil(n/b)·s / processors)
 
 is the least over the tiles (a, b) and divisions s; `rate` is of the tile, and the share of the peak
 is the class's.

@@ -313,7 +313,8 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     leaves = evidence.natural[0].parts[0].flatten()[0]
     for trial in evidence.varied:
         assert trial.variation is not None
-        leaf, value = trial.variation.leaf, trial.variation.value
+        leaf = trial.variation.leaf
+        value = trial.variation.value
         place = None if leaves[leaf] is usual else leaf
         found.append(LossMean(over="labels", ignored=value, leaf=place))
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
@@ -437,7 +438,8 @@ def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[tuple[Batch, tuple[
         starts = sorted({length * place // _PLACES for place in range(_PLACES)})
         batches = []
         for start in starts if length else ():
-            items = [dataset[index] for index in range(start, min(start + like.size, length))]  # type: ignore[index]
+            end = min(start + like.size, length)
+            items = [dataset[index] for index in range(start, end)]  # type: ignore[index]
             parts = [items[each.start : each.stop] for each in ranges(len(items))]
             batches.append(
                 (spec.collate(items), tuple(spec.collate(part) for part in parts if part))

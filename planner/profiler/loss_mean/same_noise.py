@@ -57,12 +57,14 @@ class NoiseOfWhole(TorchDispatchMode):
     def of_whole(self, size: int) -> "NoiseOfWhole":
         """Record what a batch of `size` samples draws."""
         self.draws.clear()
-        self._samples, self._size = None, size
+        self._samples = None
+        self._size = size
         return self
 
     def of_part(self, samples: range) -> "NoiseOfWhole":
         """Repeat what was recorded for these samples."""
-        self._samples, self._next = samples, 0
+        self._samples = samples
+        self._next = 0
         return self
 
     def __torch_dispatch__(
@@ -98,20 +100,17 @@ class NoiseOfWhole(TorchDispatchMode):
     def _rows(self, whole: Tensor, shape: torch.Size, samples: range) -> Tensor:
         if whole.shape == shape:
             return whole
-        if whole.dim() != len(shape):
-            raise UnequalNoiseError(
-                f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}"
-            )
+        if whole.dim() == len(shape):
+            dimension, *others = [
+                number for number, size in enumerate(shape) if size != whole.shape[number]
+            ]
+            each, rest = divmod(whole.shape[dimension], self._size)
+            if not others and not rest and shape[dimension] == each * len(samples):
+                return whole.narrow(dimension, each * samples.start, each * len(samples))
 
-        unequal = [
-            d for d, (one, other) in enumerate(zip(shape, whole.shape, strict=True)) if one != other
-        ]
-        each, rest = divmod(whole.shape[unequal[0]], self._size)
-        if len(unequal) > 1 or rest or shape[unequal[0]] != each * len(samples):
-            raise UnequalNoiseError(
-                f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}"
-            )
-        return whole.narrow(unequal[0], each * samples.start, each * len(samples))
+        raise UnequalNoiseError(
+            f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}"
+        )
 
 
 class Quiet(TorchFunctionMode):

@@ -90,11 +90,7 @@ class Trial:
         counted = [
             (share, each) for share, each in zip(shares, self.of_parts, strict=True) if share
         ]
-        total = sum(share * each.loss for share, each in counted)
-        scale = max(
-            abs(self.whole.loss), sum(share * abs(each.loss) for share, each in counted), _TINY
-        )
-        error = abs(total - self.whole.loss) / scale / self.tolerance.loss
+        error = self._loss_error(counted)
         if not math.isfinite(error):
             return math.inf
 
@@ -106,6 +102,13 @@ class Trial:
             scale = max(float(expected.norm()), self.tolerance.floor * most, _TINY)
             error = max(error, float((found - expected).norm()) / scale / self.tolerance.gradient)
         return error if math.isfinite(error) else math.inf
+
+    def _loss_error(self, counted: Sequence[tuple[float, Outcome]]) -> float:
+        """Return the same of the losses alone, of parts with their shares."""
+        total = sum(share * each.loss for share, each in counted)
+        magnitude = sum(share * abs(each.loss) for share, each in counted)
+        scale = max(abs(self.whole.loss), magnitude, _TINY)
+        return abs(total - self.whole.loss) / scale / self.tolerance.loss
 
     @property
     def tells(self) -> bool:
@@ -174,7 +177,8 @@ class ModelOnTrial:
         """Return whether the batch of a trial has the same loss again, with the same random
         numbers.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         again = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
         return math.isclose(trial.whole.loss, again.loss, rel_tol=self.tolerance.loss)
 
@@ -184,7 +188,8 @@ class ModelOnTrial:
         """Run parts of a batch one after the other; return their losses, and the buffers that they
         leave.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         if len(samples) > 1 or samples[0] != range(batch.size):
             # for its random numbers
             self._outcome(batch, noise.of_whole(batch.size), gradients=False)
@@ -218,7 +223,8 @@ class ModelOnTrial:
         """
         if self._attempt.divides_outputs:
             return self._try_outputs(batch, variation)
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         whole = self._outcome(batch, noise.of_whole(batch.size), gradients=gradients)
         samples = ranges(batch.size)
         chosen = parts or [part_of(batch, each) for each in samples]
@@ -231,21 +237,23 @@ class ModelOnTrial:
 
     def target_trials(self, batch: Batch) -> TargetTrials:
         """Return what runs the loss on other targets, with the outputs of this batch."""
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         samples = ranges(batch.size)
-        outputs = [self._output(batch, noise.of_whole(batch.size))]
+        output = self._output(batch, noise.of_whole(batch.size))
         if self._attempt.divides_outputs:
-            outputs += [rows_of(outputs[0], own, batch.size) for own in samples]
+            outputs = [rows_of(output, own, batch.size) for own in samples]
         else:
-            outputs += [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
+            outputs = [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
 
         def run(changed: Batch, variation: Variation | None) -> Trial:
-            changed, noise = self._cast(changed), NoiseOfWhole()
-            whole = self._loss_of_output(outputs[0], changed, noise.of_whole(batch.size))
+            changed = self._cast(changed)
+            noise = NoiseOfWhole()
+            whole = self._loss_of_output(output, changed, noise.of_whole(batch.size))
             parts = tuple(part_of(changed, own) for own in samples)
             of_parts = tuple(
-                self._loss_of_output(output, each, noise.of_part(own))
-                for output, each, own in zip(outputs[1:], parts, samples, strict=True)
+                self._loss_of_output(of_part, part, noise.of_part(own))
+                for of_part, part, own in zip(outputs, parts, samples, strict=True)
             )
             return Trial(parts, whole, of_parts, self.tolerance, variation)
 
@@ -255,7 +263,8 @@ class ModelOnTrial:
         """Run the loss on the outputs of a batch and on parts of them; gradients are those of the
         outputs.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         outputs = self._output(batch, noise.of_whole(batch.size))
         trained = [
             leaf
@@ -267,7 +276,8 @@ class ModelOnTrial:
             for leaf in trained:
                 leaf.grad = None
                 leaf.requires_grad_()
-            own, target = rows_of(outputs, samples, batch.size), part_of(batch, samples).target
+            own = rows_of(outputs, samples, batch.size)
+            target = part_of(batch, samples).target
             with self._running(noise):
                 loss = loss_of(own, target, self._options.loss(self._spec.loss))
                 loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -319,7 +329,9 @@ class ModelOnTrial:
 
     def _cast(self, batch: Batch) -> Batch:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._attempt.dtype) if tensor.is_floating_point() else tensor
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor.to(self._attempt.dtype)
 
         leaves, spec = batch.flatten()
         return Batch(
@@ -365,9 +377,10 @@ def on_trial(
             weight.grad_dtype = None
         for tensor, data, _ in kept:
             tensor.grad = None
-            tensor.data = (
-                data.to(attempt.dtype, copy=True) if tensor.is_floating_point() else data.clone()
-            )
+            if tensor.is_floating_point():
+                tensor.data = data.to(attempt.dtype, copy=True)
+            else:
+                tensor.data = data.clone()
         torch.set_default_dtype(attempt.dtype)
         yield ModelOnTrial(spec, model, options, attempt)
     finally:
@@ -395,7 +408,9 @@ def rows_of(output: Any, samples: range, size: int) -> Any:
     rows = slice(samples.start, samples.stop)
 
     def rows_in(tensor: Tensor) -> Tensor:
-        return tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
+        if tensor.dim() and tensor.shape[0] == size:
+            return tensor[rows]
+        return tensor
 
     return tree_map_only(Tensor, rows_in, output)
 
@@ -404,7 +419,9 @@ def _scale_of(weight: Tensor) -> float:
     size = float(weight.detach().square().mean().sqrt()) if weight.numel() else 0.0
     if size:
         return _NOISE * size
-    return _OF_ZEROS if weight.dim() < 2 else 1 / math.sqrt(weight[0].numel())
+    if weight.dim() < 2:
+        return _OF_ZEROS
+    return 1 / math.sqrt(weight[0].numel())
 
 
 def _sketch(weight: Tensor) -> Tensor:

@@ -158,14 +158,15 @@ def _known(graph: LayerGraph) -> Iterator[tuple[int, int]]:
     for node in graph.module.graph.nodes:
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _LIKELIHOODS:
-            target, position = node.args[1], _LIKELIHOODS[packet]
-            ignored = (
-                node.args[position]
-                if len(node.args) > position
-                else node.kwargs.get("ignore_index", _DEFAULT)
-            )
+            target = node.args[1]
+            position = _LIKELIHOODS[packet]
+            if len(node.args) > position:
+                ignored = node.args[position]
+            else:
+                ignored = node.kwargs.get("ignore_index", _DEFAULT)
         elif packet in _COMPARISONS and len(node.args) > 1 and isinstance(node.args[1], int):
-            target, ignored = node.args[0], int(node.args[1]) + _COMPARISONS[packet]
+            target = node.args[0]
+            ignored = int(node.args[1]) + _COMPARISONS[packet]
         else:
             continue
 

@@ -92,7 +92,8 @@ def _measure_runs(
     def compiled(span: range) -> StageModule:
         return build_stage(graph, names[span.start : span.stop], variant=COMPILED).to(device)
 
-    stages, everything = [compiled(span) for span in spans], compiled(range(len(names)))
+    stages = [compiled(span) for span in spans]
+    everything = compiled(range(len(names)))
 
     def forward(observer: LayerObserver) -> Tensor:
         """Return the loss; `observer` is told of the end of each run."""
@@ -126,11 +127,13 @@ def _measure_runs(
 
 def equal_spans(layer_seconds: Sequence[float], most: int = RUNS) -> list[range]:
     """Return at most `most` runs of layers of about equal time."""
-    total, layers = sum(layer_seconds), len(layer_seconds)
+    total = sum(layer_seconds)
+    layers = len(layer_seconds)
     if layers <= most or total <= 0:
         starts = list(range(0, layers, -(-layers // most)))
     else:
-        starts, done = [0], 0.0
+        starts = [0]
+        done = 0.0
         for index, seconds in enumerate(layer_seconds):
             # A run ends with the layer in whose middle its share of the time is reached.
             if index and len(starts) < most and done + seconds / 2 > total * len(starts) / most:
@@ -146,14 +149,16 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
         of_part: Callable[[StepTimes], list[float]] = attrgetter(part)
         if not all(map(of_part, (measured.whole, *measured.runs))):
             continue  # no thread time on this device
+
+        whole_s = median(of_part(measured.whole))
         runs_s = [median(of_part(run)) for run in measured.runs]
-        within_s = _without_ends(runs_s, median(of_part(measured.whole)), measured.exchanged_bytes)
+        within_s = _without_ends(runs_s, whole_s, measured.exchanged_bytes)
         for run_s, span in zip(within_s, measured.spans, strict=True):
-            factor = _ratio(run_s, sum(median(of_part(layers[index])) for index in span))
+            uncompiled_s = sum(median(of_part(layers[index])) for index in span)
+            factor = _ratio(run_s, uncompiled_s)
             for index in span:
-                of_part(scaled[index]).extend(
-                    seconds * factor for seconds in of_part(layers[index])
-                )
+                times_s = of_part(layers[index])
+                of_part(scaled[index]).extend(seconds * factor for seconds in times_s)
     return scaled
 
 
@@ -163,7 +168,8 @@ def _without_ends(
     """Return the times of the runs without the cost of what they exchange; they sum to the
     whole's.
     """
-    excess_s, exchanged = sum(runs_s) - whole_s, sum(exchanged_bytes)
+    excess_s = sum(runs_s) - whole_s
+    exchanged = sum(exchanged_bytes)
     left_s = list(runs_s)
     if excess_s > 0 and exchanged:
         left_s = [

@@ -118,11 +118,13 @@ def _parts(graph: LayerGraph, most_bytes: int) -> Iterator[range]:
         sum(tensors[name].nbytes for name in names)
         for names in first_uses(each.parameters for each in graph.layers)
     ]
-    start, total = 0, 0
+    start = 0
+    total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > most_bytes:
             yield range(start, index)
-            start, total = index, 0
+            start = index
+            total = 0
         total += size
     yield range(start, len(sizes))
 
@@ -139,7 +141,8 @@ class _Between:
     """
 
     def __init__(self, graph: LayerGraph, batch: Batch) -> None:
-        self._graph, self._extent = graph, extent_of(batch, graph.lengths)
+        self._graph = graph
+        self._extent = extent_of(batch, graph.lengths)
         self.values: dict[str, Tensor] = {}
         self.saved: set[str] = set()
         self.batch = {
@@ -195,7 +198,8 @@ class _Shifted:
     """An observer of a part, whose first layer is its layer 0."""
 
     def __init__(self, observer: LayerObserver, first: int) -> None:
-        self._observer, self._first = observer, first
+        self._observer = observer
+        self._first = first
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
         self._observer.after_layer(index - self._first, value)
@@ -290,7 +294,8 @@ class _PartMeasurement(StepMeasurement):
 
     def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
         self._gradients = None
-        first, end = self._span.start, self._span.stop
+        first = self._span.start
+        end = self._span.stop
         before = self._between.unsaved_bytes(first)
         passing = self._between.gradient_bytes(first, end)
         return workspace_bytes(

@@ -49,7 +49,8 @@ from planner.workers.place import kind_here, set_gpu_variables
 _log = logging.getLogger(__name__)
 LEAST_REPEATS = 3
 # a GPU raises its clock, and its libraries load and choose kernels, over several steps
-WARMUP_CPU, WARMUP_GPU = 2, 10
+WARMUP_CPU = 2
+WARMUP_GPU = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,8 @@ class ProfilingOptions(ProfileOptions):
                 f"`dtype={self.dtype}` needs no master weights",
                 hint="give `dtype=bfloat16`, or leave them out",
             )
-        layout, autocast = (
-            self.memory_format == "channels-last",
-            None if self.master_weights else half,
-        )
+        layout = self.memory_format == "channels-last"
+        autocast = None if self.master_weights else half
         return ModuleOptions(
             autocast, layout, self.compiled, half=half if self.master_weights else None
         )
@@ -130,7 +129,8 @@ def profile_model(
     if progress is not None:
         effort = replace(effort, progress=progress)
     # Libraries ask for the current device, and a context on another GPU would take memory there.
-    current, kept = runtime_of(device).current(device), runtime_of(device).random_state_kept(device)
+    current = runtime_of(device).current(device)
+    kept = runtime_of(device).random_state_kept(device)
     # The same weights and batch each time, so that profiles are comparable.
     with current, thread_count(options.threads), computing(options.numerics), kept, seeded(0):
         effort.progress("capturing", 0.0)
@@ -156,9 +156,9 @@ def profile_model(
             share = replace(half, seconds=half.seconds / max(1, len(others)))
             shorter = [_measure(spec, graph, each, device, share, options) for each in others]
             degrees = set(options.tensor) - {1}
-            tensor = (
-                measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
-            )
+            tensor = None
+            if degrees:
+                tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees))
     checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)

@@ -77,7 +77,10 @@ class StepMeasurement:
         if span is None:
             graph.model.to(device)
             span = range(len(graph.layers))
-        self._span, self._spec, self._graph, self._device = span, spec, graph, device
+        self._span = span
+        self._spec = spec
+        self._graph = graph
+        self._device = device
         self._batch = batch.to(device)
         names = [graph.layers[index].name for index in span]
         stage = build_stage(graph, names, variant=Variant(observable=True, division=division))
@@ -174,7 +177,8 @@ class StepMeasurement:
         self, effort: Effort, phase: str = "measuring"
     ) -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()
-        layers, whole = [StepTimes() for _ in self._span], StepTimes()
+        layers = [StepTimes() for _ in self._span]
+        whole = StepTimes()
         for _ in range(effort.warmup):
             steps.marked(self._forward, [StepTimes() for _ in layers])
             steps.update()

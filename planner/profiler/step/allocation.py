@@ -64,7 +64,9 @@ def saved_bytes(
 class _SavedStorages:
     def __init__(self, pieces: int, weights: set[int], seen: set[int], most_bytes: float) -> None:
         self.bytes = [0] * pieces
-        self._piece, self._weights, self._seen = 0, weights, seen
+        self._piece = 0
+        self._weights = weights
+        self._seen = seen
         self._most_bytes = most_bytes
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
@@ -147,7 +149,9 @@ def meter_for(device: torch.device) -> "_AllocatorMeter | _CpuMeter":
     Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its
     `peaks` are the most bytes in each span, relative to the beginning of the context.
     """
-    return _AllocatorMeter(device) if runtime_of(device).counts_memory else _CpuMeter()
+    if runtime_of(device).counts_memory:
+        return _AllocatorMeter(device)
+    return _CpuMeter()
 
 
 class _AllocatorMeter:
@@ -156,7 +160,8 @@ class _AllocatorMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._runtime = device, runtime_of(device)
+        self._device = device
+        self._runtime = runtime_of(device)
         self._peaks: list[int] = []
         self._before_bytes = 0
 
@@ -209,7 +214,9 @@ class _CpuMeter:
         assert self._profile.kineto_results is not None
         everything: list[Any] = self._profile.kineto_results.events()
         events = [each for each in everything if each.name() in (_MARK, _MEMORY)]
-        peaks, now, most = [], 0, 0
+        peaks = []
+        now = 0
+        most = 0
         for event in sorted(events, key=lambda each: each.start_ns()):
             if event.name() == _MARK:
                 peaks.append(most)

@@ -65,7 +65,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self.reduced_bytes, self.reduces = 0.0, 0.0, 0.0
+        self.flops = 0.0
+        self.reduced_bytes = 0.0
+        self.reduces = 0.0
 
     def mark(self) -> Totals:
         return self.flops, self.reduced_bytes, self.reduces
@@ -92,8 +94,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
         """Take note of an operation that has run."""
         if _counts(func):
             self.flops += model_flops(func, args, kwargs, out)
+
         space, _, name = func._schema.name.partition("::")
-        shares = _GLOO_SHARES if isinstance(out, Tensor) and out.device.type == "cpu" else _SHARES
+        on_cpu = isinstance(out, Tensor) and out.device.type == "cpu"
+        shares = _GLOO_SHARES if on_cpu else _SHARES
         if space.startswith(COLLECTIVES) and name in shares:
             of_bytes, of_steps = shares[name]
             self.reduced_bytes += of_bytes * max(args[0].nbytes, out.nbytes)
@@ -135,23 +139,32 @@ def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
     name = func._schema.name.partition("::")[2]
     backward = name.endswith("backward")
     if name.startswith("_scaled_dot_product"):
-        return _attention_flops(*(args[1:4] if backward else args[:3]), backward=backward)
+        # A backward takes the gradient of the output before them.
+        query, key, value = args[1:4] if backward else args[:3]
+        return _attention_flops(query, key, value, backward=backward)
 
     registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
     if registered is not None:
         return int(registered(*args, **kwargs, out_val=out))
+
     if name in _VECTORS:
         return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     if name.startswith(GROUPED):
         return _grouped_flops(args[0], args[1])
-    if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
+    if _is_fused_recurrent(name):
         weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
         return _recurrent_flops(args[0], weights, backward=backward)
     return 0
 
 
+def _is_fused_recurrent(name: str) -> bool:
+    """Return whether an operation runs a recurrent network, and does not prepare its weights."""
+    return name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name
+
+
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool) -> int:
-    flops = int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    counted = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    flops = int(counted)
     # The kernels of the backward compute the scores again, which is no part of the model.
     return 2 * flops if backward else flops
 

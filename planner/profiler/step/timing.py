@@ -50,7 +50,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._runtime = device, runtime_of(device)
+        self._device = device
+        self._runtime = runtime_of(device)
         self.times_threads = not self._runtime.asynchronous
 
     def mark(self) -> Any:
@@ -146,7 +147,8 @@ class LayerMarks(Generic[MarkT]):
         """Return the forward and backward of each layer, as sums of what `between` returns for each
         span.
         """
-        forward, backward = [0.0] * self._layers, [0.0] * self._layers
+        forward = [0.0] * self._layers
+        backward = [0.0] * self._layers
         for layer, in_backward, start, end in self.spans():
             (backward if in_backward else forward)[layer] += between(start, end)
         return forward, backward

@@ -97,7 +97,10 @@ def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[fl
         parameter.grad.add_(new)
         spans.append((start, clock.mark()))
     clock.wait()
-    betweens = [clock.seconds, clock.thread_seconds] if clock.times_threads else [clock.seconds]
+    if clock.times_threads:
+        betweens = [clock.seconds, clock.thread_seconds]
+    else:
+        betweens = [clock.seconds]
     return [sum(between(start, end) for start, end in spans) for between in betweens]
 
 
@@ -114,7 +117,8 @@ def update_workspaces(
         if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
             sizes.append(0)
             continue
-        update, meter = Update(spec, parameters, whole), meter_for(device)
+        update = Update(spec, parameters, whole)
+        meter = meter_for(device)
         update()
         with meter:
             meter.mark()

@@ -76,10 +76,8 @@ def report_page(
     What is None is left out; `why_not` says why, and `source` what the profile's times come from.
     """
     runs = [simulated] if measured is None else [simulated, measured]
-    summary, run = (
-        summarize(simulated),
-        None if measured is None else compare_runs(simulated, measured),
-    )
+    summary = summarize(simulated)
+    run = None if measured is None else compare_runs(simulated, measured)
     ran = None if run is None else run.measured
     timeline = fill(
         "timeline.html", timeline_section(runs, shown_workers(simulated))
@@ -193,20 +191,21 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
 
 def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
     """Write a row's events as columns."""
-    scale, events = 10.0**digits, row.events
+    scale = 10.0**digits
+    events = row.events
     starts = [round(event.start_s * scale) for event in events]
+    ends = [round(event.end_s * scale) for event in events]
+    peers = (-1 if event.peer_rank is None else event.peer_rank for event in events)
     return {
         "lane": row.lane,
         "source": source,
         "step": [start - before for before, start in pairwise((0, *starts))],
-        "length": [
-            round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)
-        ],
+        "length": [end - start for start, end in zip(starts, ends, strict=True)],
         "kind": _column(KINDS.index(event.kind) for event in events),
         "stage": _column(event.stage for event in events),
         "minibatch": _column(event.minibatch for event in events),
         "microbatch": _column(event.microbatch for event in events),
-        "peer": _column(-1 if event.peer_rank is None else event.peer_rank for event in events),
+        "peer": _column(peers),
     }
 
 
@@ -233,7 +232,9 @@ def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] 
 
 def paragraph(text: str, css: str = "") -> str:
     """Write a paragraph, with a class if there is one."""
-    return f'<p class="{css}">{escape(text)}</p>' if css else f"<p>{escape(text)}</p>"
+    if css:
+        return f'<p class="{css}">{escape(text)}</p>'
+    return f"<p>{escape(text)}</p>"
 
 
 def _swatch(text: str, look: str) -> str:
@@ -242,7 +243,8 @@ def _swatch(text: str, look: str) -> str:
 
 
 def _folded(title: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+    start = "<details open>" if is_open else "<details>"
+    return f"{start}<summary>{escape(title)}</summary>{content}</details>"
 
 
 def _table(label: str, table: Table) -> str:
@@ -255,10 +257,11 @@ def _table(label: str, table: Table) -> str:
         f'<th scope="col"{look}>{escape(name)}</th>'
         for name, look in zip(table.headers, css, strict=True)
     )
-    body = "".join(
-        f"<tr>{''.join(f'<td{look}>{escape(str(cell))}</td>' for cell, look in zip(row, css, strict=True))}</tr>"
-        for row in table.rows
-    )
+    body = ""
+    for row in table.rows:
+        looks = zip(row, css, strict=True)
+        cells = "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in looks)
+        body += f"<tr>{cells}</tr>"
     region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
     return f"{region}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
@@ -271,9 +274,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     for name, run in runs.items():
         if run is not None:
             seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
-            rate = (
-                "" if run.samples_per_s is None else f"{format_rate(run.samples_per_s)} samples/s"
-            )
+            rate = ""
+            if run.samples_per_s is not None:
+                rate = f"{format_rate(run.samples_per_s)} samples/s"
             tiles.append((name, rate or seconds, seconds if rate else ""))
     if tiles[-1][1:] == tiles[-2][1:]:
         tiles.pop()
@@ -282,19 +285,15 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         for way, text in words.speed_ups(plan).items()
         if text.endswith("x")
     ]
-    with_ends, causes = (
-        f"{summary.bubble_share_of_run:.1%} with start-up and drain",
-        run_tables.bubble_causes(summary),
-    )
+    with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
+    causes = run_tables.bubble_causes(summary)
     more = f"{with_ends}; waiting for {causes}" if causes else with_ends
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:
-        limit = (
-            "no limit"
-            if fullest.limit_bytes is None
-            else f"of {format_memory(fullest.limit_bytes)}"
-        )
+        limit = "no limit"
+        if fullest.limit_bytes is not None:
+            limit = f"of {format_memory(fullest.limit_bytes)}"
         tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
@@ -331,10 +330,10 @@ def stages_section(plan: Plan, source: str) -> str:
     """Tabulate the stages and their memory, and list their layers; `source`: of the profile's
     times, if known.
     """
-    layers = "".join(
-        f"<li>stage {number}<ol>{''.join(f'<li>{escape(name)}</li>' for name in stage.layers)}</ol></li>"
-        for number, stage in enumerate(plan.stages)
-    )
+    layers = ""
+    for number, stage in enumerate(plan.stages):
+        names = "".join(f"<li>{escape(name)}</li>" for name in stage.layers)
+        layers += f"<li>stage {number}<ol>{names}</ol></li>"
     few = len(plan.stages) <= MOST_STAGES
     text = f"Times are sums of the profile's {source} times of layers. ".replace("  ", " ")
     note = paragraph(text + _IN_FLIGHT + (_LATE if plan.staleness else ""), "note")
@@ -373,10 +372,10 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
 def restarts_list(run: Timeline) -> str:
     """List what made the run begin again before its minibatches here; "" if nothing did."""
     items = "".join(f"<li>{escape(each)}</li>" for each in run.restarts)
+    if not items:
+        return ""
     return (
         f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>"
-        if items
-        else ""
     )
 
 

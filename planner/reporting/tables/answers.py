@@ -114,7 +114,9 @@ def comparison_legend(comparison: Comparison) -> str:
     if by_formula := [
         row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name
     ]:
-        names = ", ".join(by_formula) if len(by_formula) < len(comparison.rows) else "all"
+        names = "all"
+        if len(by_formula) < len(comparison.rows):
+            names = ", ".join(by_formula)
         lines.append(
             f"{names}: by the cost model, without simulation, so waiting for messages is left out"
         )
@@ -141,11 +143,9 @@ def fit_report(answer: Fit) -> str:
             for row in reversed(answer.others)
             if row.plan is not None
         )
-        least = (
-            f"nor does it fit {answer.others[0].gpus}"
-            if answer.others
-            else "no other number of GPUs was tried"
-        )
+        least = "no other number of GPUs was tried"
+        if answer.others:
+            least = f"nor does it fit {answer.others[0].gpus}"
         known = "not known" if answer.asked.unknown else "no"
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         hint = answer.asked.hint or None
@@ -167,7 +167,8 @@ def listing(words: Sequence[str]) -> str:
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
-    used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
+    used = plan.predicted.flop_utilisation
+    limit = plan.cluster.memory_bytes
     full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
         full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
@@ -207,16 +208,28 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
 
 def _ways(plan: Plan) -> Table:
     """Tabulate what people do without a planner, on the same GPUs."""
-    update = words.update_range(plan.samples_per_update)
-    memory = format_bytes(_most(plan))
-    rows = [["this plan", config_words(plan.config), memory, update, format_rate(_per_s(plan)), ""]]
+    rows = [
+        [
+            "this plan",
+            config_words(plan.config),
+            format_bytes(_most(plan)),
+            words.update_range(plan.samples_per_update),
+            format_rate(_per_s(plan)),
+            "",
+        ]
+    ]
     for way in plan.baselines:
-        share, over = share_of_speed(plan, way), way.over_memory_bytes
-        rate = "" if over else format_rate(_per_s(plan) * share)
-        ratio = words.speed_over(1 / share, over)
-        memory = format_bytes(way.memory_bytes)
+        share = share_of_speed(plan, way)
+        over = way.over_memory_bytes
         rows.append(
-            [way.name, config_words(way.config), memory, words.row_update(way, plan), rate, ratio]
+            [
+                way.name,
+                config_words(way.config),
+                format_bytes(way.memory_bytes),
+                words.row_update(way, plan),
+                "" if over else format_rate(_per_s(plan) * share),
+                words.speed_over(1 / share, over),
+            ]
         )
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
     return Table(headers, rows, "llrrrr")
@@ -247,9 +260,12 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 
 
 def _split(plan: Plan) -> str:
-    stages, config = len(plan.stages), config_words(plan.config)
+    stages = len(plan.stages)
+    config = config_words(plan.config)
     if stages > 1:
-        return config if config.endswith("stages)") else f"{config} ({stages} stages)"
+        if config.endswith("stages)"):
+            return config
+        return f"{config} ({stages} stages)"
     stage = plan.stages[0]
     if not stage.shards_optimizer:
         return config
@@ -257,7 +273,9 @@ def _split(plan: Plan) -> str:
 
 
 def _unit(plan: Plan) -> str:
-    return "samples/s" if plan.predicted.tokens_per_s is None else "tokens/s"
+    if plan.predicted.tokens_per_s is None:
+        return "samples/s"
+    return "tokens/s"
 
 
 def _per_s(plan: Plan) -> float:
@@ -287,7 +305,8 @@ def explanation_report(explanation: Explanation, *, verbose: bool = False) -> st
 
 def sentences(explanation: Explanation) -> str:
     """Say what limits the plan, whether it is optimal, and what would help."""
-    bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
+    bottleneck = explanation.bottleneck
+    seconds = explanation.seconds_per_minibatch
     lines = [
         f"The plan {config_words(explanation.config)} takes {format_seconds(seconds)} per "
         f"minibatch, limited by "
@@ -324,14 +343,16 @@ def _optimality(explanation: Explanation) -> str:
 
 
 def _gain(alternative: Alternative) -> str:
-    start, gain = f"With {alternative.what}", alternative.gain
+    start = f"With {alternative.what}"
+    gain = alternative.gain
     if gain is None:
         return f"{start} no plan would fit."
     if gain == 0:
         return f"{start} it would not be faster."
-    faster = (
-        as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
-    )
+    if gain >= 1:
+        faster = as_fast(1 + gain)
+    else:
+        faster = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
     return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
 

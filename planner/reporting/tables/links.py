@@ -18,7 +18,9 @@ def links_line(plan: Plan) -> str | None:
     rate = format_bandwidth(plan.cluster.levels[level].bandwidth_bytes_per_s)
     line = f"{rate} {_place(plan.cluster, level)} is from a data sheet, not measured"
     slow = plan.slow_links
-    return line if slow is None else f"{line}; {_at_slow_rate(plan, slow)}"
+    if slow is None:
+        return line
+    return f"{line}; {_at_slow_rate(plan, slow)}"
 
 
 def links_warning(plan: Plan) -> tuple[str, str] | None:
@@ -39,7 +41,9 @@ def _at_slow_rate(plan: Plan, slow: SlowLinks) -> str:
 
 
 def _as_long(slowdown: float) -> str:
-    return f"{format_times(slowdown)} as long" if round(slowdown, 2) > 1 else "as long"
+    if round(slowdown, 2) > 1:
+        return f"{format_times(slowdown)} as long"
+    return "as long"
 
 
 def _faster(plan: Plan, slow: SlowLinks) -> str:
@@ -68,7 +72,9 @@ def _named(way: SteadyPlan) -> str:
         words.append("a sharded optimizer's state")
     if way.recomputes:
         words.append("recomputation")
-    return f"{words[0]} with {' and '.join(words[1:])}" if len(words) > 1 else words[0]
+    if len(words) > 1:
+        return f"{words[0]} with {' and '.join(words[1:])}"
+    return words[0]
 
 
 def _place(cluster: Cluster, level: int) -> str:

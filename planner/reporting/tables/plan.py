@@ -73,10 +73,8 @@ def _bound(plan: Plan) -> list[str]:
     """Say of a time that was not simulated that it is a lower bound."""
     if plan.predicted.by == "simulation":
         return []
-    seconds, why = (
-        format_seconds(plan.predicted.seconds_per_minibatch),
-        _by(plan).removeprefix("by the cost model: "),
-    )
+    seconds = format_seconds(plan.predicted.seconds_per_minibatch)
+    why = _by(plan).removeprefix("by the cost model: ")
     # A model of 340 billion parameters on 256 GPUs: 4.10 s by the cost model, 4.93 s simulated.
     return [
         f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which "
@@ -90,8 +88,12 @@ def unused_gpus(plan: Plan) -> str:
     """
     unused = plan.cluster.gpus - plan.workers
     # Only a plan that is proven optimal knows what the unused GPUs would do.
-    verdict = "would not make it faster" if plan.solver.status == "optimal" else "are not used"
-    return f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
+    verdict = "are not used"
+    if plan.solver.status == "optimal":
+        verdict = "would not make it faster"
+    if not unused:
+        return ""
+    return f" ({unused} of {plan.cluster.gpus} GPUs {verdict})"
 
 
 def _head(plan: Plan) -> list[tuple[str, str | None]]:
@@ -153,7 +155,9 @@ def _open_end(plan: Plan) -> str | None:
     """Say that a search was stopped before it knew; None where it was not."""
     solver = plan.solver
     stopped = not solver.exhausted and solver.status != "optimal" and solver.name != GIVEN
-    return "stopped early: others could be faster; -v shows the bound" if stopped else None
+    if stopped:
+        return "stopped early: others could be faster; -v shows the bound"
+    return None
 
 
 def _search_lines(plan: Plan) -> list[tuple[str, str | None]]:
@@ -205,11 +209,9 @@ def lengths_line(plan: Plan) -> str | None:
 
 def schedule_line(plan: Plan) -> str:
     if len(plan.stages) == 1 and plan.schedule.stashes:
-        return (
-            f"{plan.schedule}, which with one stage is data parallelism"
-            if plan.workers > 1
-            else "one stage"
-        )
+        if plan.workers > 1:
+            return f"{plan.schedule}, which with one stage is data parallelism"
+        return "one stage"
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 
@@ -302,7 +304,9 @@ def cluster_line(cluster: Cluster) -> str:
         levels += ", sequence parallelism in tensor-parallel groups"
     levels += "" if cluster.overlap else ", where messages take time from computation"
     if not cluster.kinds:
-        measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""
+        measured = ""
+        if cluster.backend is not None:
+            measured = f", measured over {cluster.backend}"
         return f"{levels}, {_memory(cluster.memory_bytes)}{measured}"
     kinds = [
         f"{kind.count} {'' if kind.name else 'of '}{kind.title}, {_memory(cluster.memory_of(kind))}"
@@ -312,7 +316,9 @@ def cluster_line(cluster: Cluster) -> str:
 
 
 def _memory(limit: int | None) -> str:
-    return "no memory limit" if limit is None else f"{format_memory(limit)} each"
+    if limit is None:
+        return "no memory limit"
+    return f"{format_memory(limit)} each"
 
 
 def options_words(record: Profile | Plan) -> str | None:
@@ -372,19 +378,17 @@ def in_tokens(plan: Plan) -> str:
 def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
     """Write samples per second, if they are known, and the time of a minibatch."""
     seconds = f"{format_seconds(seconds_per_minibatch)} per minibatch"
-    return (
-        seconds if samples_per_s is None else f"{format_rate(samples_per_s)} samples/s, {seconds}"
-    )
+    if samples_per_s is None:
+        return seconds
+    return f"{format_rate(samples_per_s)} samples/s, {seconds}"
 
 
 def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
-    why = (
-        "too large to simulate"
-        if plan.solver.exhausted
-        else "the search ended before it was simulated"
-    )
+    why = "the search ended before it was simulated"
+    if plan.solver.exhausted:
+        why = "too large to simulate"
     return f"by the cost model: {why}"
 
 
@@ -396,7 +400,10 @@ def bottleneck_place(bottleneck: Bottleneck) -> str:
 def speed_ups(plan: Plan) -> dict[str, str]:
     """Write the speed-up over each usual way: "1.86x"; or that it does not fit."""
     predicted = plan.predicted
-    gpus = min(plan.cluster.gpus, plan.microbatches) if plan.schedule.divides else plan.cluster.gpus
+    if plan.schedule.divides:
+        gpus = min(plan.cluster.gpus, plan.microbatches)
+    else:
+        gpus = plan.cluster.gpus
     on = f"data parallel on {counted(gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
     return {
@@ -429,7 +436,9 @@ def best_baseline_line(plan: Plan) -> str | None:
     """
     best = best_baseline(plan)
     if best is None:
-        return "none of them fits the memory" if plan.baselines else None
+        if plan.baselines:
+            return "none of them fits the memory"
+        return None
     if best.name == DATA_PARALLEL:
         return None
     ratio = as_fast(1 / share_of_speed(plan, best))
@@ -439,10 +448,8 @@ def best_baseline_line(plan: Plan) -> str | None:
 
 def _communication(plan: Plan) -> str:
     predicted = plan.predicted
-    own, theirs = (
-        predicted.communication_bytes_per_sample,
-        predicted.data_parallel_communication_bytes_per_sample,
-    )
+    own = predicted.communication_bytes_per_sample
+    theirs = predicted.data_parallel_communication_bytes_per_sample
     parts = [
         f"{format_bytes(own)} per sample" if own is not None else "",
         f"data parallel {format_bytes(theirs)}" if theirs is not None else "",
@@ -596,4 +603,6 @@ def ranks_line(stage: Stage) -> str:
 
 def layer_range(layers: Sequence[str]) -> str:
     """Write the first and the last layer, and how many: "features.0 .. features.9 (10)"."""
-    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
+    if len(layers) == 1:
+        return layers[0]
+    return f"{layers[0]} .. {layers[-1]} ({len(layers)})"

@@ -23,7 +23,8 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
     if words := disturbance_words(profile):
         hint = "profile again while nothing else runs"
         yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint
-    device, measured = profile.device, profile.provenance.source == "measured"
+    device = profile.device
+    measured = profile.provenance.source == "measured"
     if device.kind != "cpu" or not measured or plan.workers == 1:
         return
     if (device.processes or 1) == 1:
@@ -105,30 +106,34 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 
 
 def _head(profile: Profile) -> list[tuple[str, str | None]]:
-    device, whole, layers = profile.device, profile.whole_step, profile.layers
+    device = profile.device
+    whole = profile.whole_step
+    layers = profile.layers
     accumulate_s = sum(layer.accumulate_s for layer in layers)
-    own = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
+    own = ""
+    if device.threads:
+        own = f", {device.threads} thread{'s' * (device.threads > 1)}"
     if device.processes is not None:
         own += f", one of {device.processes} busy processes"
     if device.kind != "cpu" and device.memory_bytes is not None:
         own += f", {format_memory(device.memory_bytes)} usable"
-    size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
+    size = "unknown"
+    if profile.microbatch_size is not None:
+        size = f"{profile.microbatch_size} samples"
     valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
-    tokens = (
-        ""
-        if profile.tokens_per_sample is None
-        else f", {profile.tokens_per_sample} tokens per sample"
-    )
-    flops = (
-        f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
-        if profile.flops
-        else None
-    )
+    tokens = ""
+    if profile.tokens_per_sample is not None:
+        tokens = f", {profile.tokens_per_sample} tokens per sample"
+    flops = None
+    if profile.flops:
+        flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
     sums = [
         sum(getattr(layer, name) for layer in layers)
         for name in ("forward_s", "backward_s", "update_s")
     ]
-    step = None if whole is None else _step(whole.forward_s, whole.backward_s, whole.update_s)
+    step = None
+    if whole is not None:
+        step = _step(whole.forward_s, whole.backward_s, whole.update_s)
     accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),
@@ -216,17 +221,12 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     """Return the layers in order, equal ones of repeated blocks once, with how often each occurs;
     costs are means.
     """
-    keys: list[object] = []
-    repeated = {place for block in repeated_blocks(profile) for place in block}
-    for place, layer in enumerate(profile.layers):
-        found = BLOCK.match(layer.name) if place in repeated else None
-        block = found[0] if found else ""
-        starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
-        keys.append((starred.removeprefix("."), kind_of(layer)) if block else place)
+    keys = _keys(profile)
     often = Counter(keys)
     groups: dict[object, list[Layer]] = {}
     for place, (key, layer) in enumerate(zip(keys, profile.layers, strict=True)):
         groups.setdefault(key if often[key] >= FEWEST_REPEATS else place, []).append(layer)
+
     rows = []
     for key, group in groups.items():
         mean = group[0]
@@ -234,6 +234,23 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
             mean = _mean_layer(str(key[0]), group)
         rows.append((len(group), mean))
     return rows
+
+
+def _keys(profile: Profile) -> list[object]:
+    """Return for each layer a key that is equal for equal layers of repeated blocks: its name with
+    a star for the block, and its kind; for all other layers its place.
+    """
+    repeated = {place for block in repeated_blocks(profile) for place in block}
+    keys: list[object] = []
+    for place, layer in enumerate(profile.layers):
+        found = BLOCK.match(layer.name)
+        if place not in repeated or not found:
+            keys.append(place)
+            continue
+        block = found[0]
+        starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
+        keys.append((starred.removeprefix("."), kind_of(layer)))
+    return keys
 
 
 def _mean_layer(name: str, layers: Sequence[Layer]) -> Layer:

@@ -129,11 +129,9 @@ def _loss(result: "TrainResult") -> str:
     first, last, window = loss_ends(result.losses)
     if len(result.losses) == 1:
         return f"loss {first:.4f}"
-    ends = (
-        f"means of the first and the last {window} minibatches"
-        if window > 1
-        else "first and last minibatch"
-    )
+    ends = "first and last minibatch"
+    if window > 1:
+        ends = f"means of the first and the last {window} minibatches"
     return f"loss {first:.4f} -> {last:.4f} ({ends})"
 
 
@@ -144,7 +142,8 @@ def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
 
 def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     """Compare pace, bubble and lengths as planned, simulated and measured."""
-    predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
+    predicted = plan.predicted
+    runs = (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
     errors = [
@@ -168,8 +167,11 @@ def stage_times_table(comparison: RunComparison) -> Table:
     for number, stage in enumerate(comparison.stages):
         rows.append([str(number)])
         for what in ("forward_s", "backward_s", "update_s"):
-            simulated_s, measured_s = getattr(stage.simulated, what), getattr(stage.measured, what)
-            error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
+            simulated_s = getattr(stage.simulated, what)
+            measured_s = getattr(stage.measured, what)
+            error = ""
+            if measured_s > 0:
+                error = f" ({percent_error(simulated_s, measured_s)})"
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
     return Table(
         ["stage", "forward", "measured", "backward", "measured", "update", "measured"],
@@ -196,12 +198,10 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in "
         f"{format_seconds(summary.seconds)}"
     )
-    rate, whole, predicted, kinds = (
-        summary.samples_per_s_of_run,
-        summary.bubble_share_of_run,
-        "",
-        [""],
-    )
+    rate = summary.samples_per_s_of_run
+    whole = summary.bubble_share_of_run
+    predicted = ""
+    kinds = [""]
     uneven = None
     if plan is not None and plan.lengths is not None:
         alike_s = simulated_s(replace(plan, lengths=None))
@@ -274,7 +274,9 @@ def _merged(rows: Sequence[dict[str, str | None]]) -> Iterator[dict[str, str | N
 
 def legend(summary: Summary) -> str:
     """Say which part of the run the shares are of."""
-    many = "; of the first worker of each stage" if len(summary.workers) > MOST_ROWS else ""
+    many = ""
+    if len(summary.workers) > MOST_ROWS:
+        many = "; of the first worker of each stage"
     if not summary.steady:
         return f"shares of the whole run, which is too short for a steady state{many}"
     times = f"{format_seconds(summary.steady_from_s)} to {format_seconds(summary.steady_to_s)}"
@@ -283,7 +285,8 @@ def legend(summary: Summary) -> str:
 
 def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[str]:
     """Yield what a run measured of devices and links that the plan's cluster has otherwise."""
-    planned, levels = plan.cluster, found.cluster.levels
+    planned = plan.cluster
+    levels = found.cluster.levels
     if found.cluster == planned:
         yield "devices and links are as fast as planned"
 

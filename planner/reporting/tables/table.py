@@ -23,20 +23,28 @@ class Table:
         """Draw the table for a terminal of this width: the longest cells of the widest column may
         lose their middle.
         """
-        width = shutil.get_terminal_size((UNLIMITED, 0)).columns if width is None else width
+        if width is None:
+            width = shutil.get_terminal_size((UNLIMITED, 0)).columns
         rows = [[str(cell) for cell in row] for row in self.rows]
+        self._shorten(rows, width)
+
+        sides = [{"l": "left", "r": "right"}[letter] for letter in self.align]
+        return tabulate(rows, headers=self.headers, disable_numparse=True, colalign=sides or None)
+
+    def _shorten(self, rows: Sequence[list[str]], width: int) -> None:
+        """Shorten the widest column's cells, as far as they stay legible, until the table fits."""
         widths = [
             max([len(header) + GAP, *map(len, column)])
             for header, *column in zip(self.headers, *rows, strict=True)
         ]
         over = sum(widths) + GAP * (len(widths) - 1) - width
-        if over > 0 and rows:
-            widest = widths.index(max(widths))
-            most = max(widths[widest] - over, LEGIBLE, len(self.headers[widest]))
-            for row in rows:
-                row[widest] = _shortened(row[widest], most)
-        sides = [{"l": "left", "r": "right"}[letter] for letter in self.align]
-        return tabulate(rows, headers=self.headers, disable_numparse=True, colalign=sides or None)
+        if over <= 0 or not rows:
+            return
+
+        widest = widths.index(max(widths))
+        most = max(widths[widest] - over, LEGIBLE, len(self.headers[widest]))
+        for row in rows:
+            row[widest] = _shortened(row[widest], most)
 
 
 def table_of(records: Sequence[Mapping[str, object]], align: str = "") -> Table:

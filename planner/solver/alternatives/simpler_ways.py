@@ -1,8 +1,8 @@
 """Which usual ways are simpler than an estimated plan, and as fast as estimates can tell.
 
-Measured runs of a kind of estimate lie in an interval around the predicted speed. Where the intervals
-of two plans overlap by most, who runs both cannot expect the first to be the faster one, and the
-simpler one is the better answer: it has none of a pipeline, divided layers, sharding and
+Measured runs of a kind of estimate lie in an interval around the predicted speed. Where the
+intervals of two plans overlap by most, who runs both cannot expect the first to be the faster one,
+and the simpler one is the better answer: it has none of a pipeline, divided layers, sharding and
 recomputation that the other has not, and lacks one of them.
 """
 

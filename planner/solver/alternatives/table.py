@@ -106,8 +106,8 @@ def _simpler_than(plan: Plan, simpler: Plan) -> Plan:
     """Return a simpler plan in place of one that is as fast, as far as estimates can tell."""
     gain = seconds_per_microbatch(simpler) / seconds_per_microbatch(plan) - 1
     return _in_place_of(plan, simpler).noting(
-        f"{short_config(plan.config)} is estimated to be {max(gain, 0.0):.1%} faster, which is less "
-        f"than such estimates tell plans apart by, and is less simple"
+        f"{short_config(plan.config)} is estimated to be {max(gain, 0.0):.1%} faster, "
+        f"which is less than such estimates tell plans apart by, and is less simple"
     )
 
 

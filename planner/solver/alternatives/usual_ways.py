@@ -1,11 +1,15 @@
 """What people do by hand: the table of other ways to train, whose best rows compete with what a
 search finds.
 
-    data parallel             a replica of the whole model on each GPU; where GPUs differ, also on those of one kind
+    data parallel             a replica of the whole model on each GPU; where GPUs differ, also on
+                              those of one kind
     one GPU
-    ZeRO-1, ZeRO-2, ZeRO-3    data parallel, with optimizer state, gradients and weights divided over the replicas
-    HSDP                      the same as ZeRO-3 inside each server, all of which have the whole model
-    2, 4, 8 equal stages      pipelines of equally many blocks under 1F1B with a flush, with replicas on the other GPUs
+    ZeRO-1, ZeRO-2, ZeRO-3    data parallel, with optimizer state, gradients and weights divided
+                              over the replicas
+    HSDP                      the same as ZeRO-3 inside each server, all of which have the whole
+                              model
+    2, 4, 8 equal stages      pipelines of equally many blocks under 1F1B with a flush, with
+                              replicas on the other GPUs
 
 All rows have the question's samples per update. So no way has more replicas than a minibatch has
 microbatches: the others would idle, or the minibatch would have to grow. Under 1f1b, which does not

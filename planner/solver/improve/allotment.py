@@ -1,7 +1,8 @@
 """Which GPUs of several kinds the stages of a plan get.
 
-in line      the kinds' GPUs stand in a line, in every order of the kinds; the first stage takes the first of them,
-             and so on: by the order of stages, the other way round, or the heaviest stage first
+in line      the kinds' GPUs stand in a line, in every order of the kinds; the first stage takes the
+             first of them, and so on: by the order of stages, the other way round, or the heaviest
+             stage first
 mixtures     any number of GPUs of each kind for each stage
 
 A few of both are priced.

@@ -43,9 +43,10 @@ def improved_paths(
         return PipelineSearch(search.problem, space).faster(below_s, tuning.min_gain_share)
 
     graph = LayerGraph(search.problem.layer_costs)
-    states = (
-        tuning.near_choosing_states if chooses_recomputation(search.problem) else tuning.near_states
-    )
+    if chooses_recomputation(search.problem):
+        states = tuning.near_choosing_states
+    else:
+        states = tuning.near_states
     for space, better in improved_cuts(graph, search.space, path, faster, tuning, states=states):
         yield PipelineSearch(search.problem, space), better
 

@@ -61,11 +61,10 @@ def searched_cuts(problem: Problem) -> SearchedCuts:
     most = len(chain)
     if branches:
         tuning = problem.tuning.branches
-        few = (
-            tuning.most_choosing_downsets
-            if chooses_recomputation(problem)
-            else tuning.most_downsets
-        )
+        if chooses_recomputation(problem):
+            few = tuning.most_choosing_downsets
+        else:
+            few = tuning.most_downsets
         most = max(most, few)
 
     downsets = graph.downsets(most)

@@ -49,14 +49,19 @@ class Downsets(CutSpace):
         self._used = uses @ self._inside.T
         self._made = self._inside.T[[value.producer for value in traffic]]
         amounts = [value.amounts for value in traffic]
-        self._amounts = np.stack(amounts, axis=1) if amounts else np.zeros((len(FRONTS), 0))
+        if amounts:
+            self._amounts = np.stack(amounts, axis=1)
+        else:
+            self._amounts = np.zeros((len(FRONTS), 0))
 
     def spread(self, most: int) -> Integers:
         steps = np.linspace(0, len(self._in_order) - 1, most).astype(np.int64)
         return np.asarray(self._in_order[np.unique(steps)])
 
     def rough(self, most: int) -> Integers | None:
-        return self.spread(most) if len(self._in_order) < len(self) else None
+        if len(self._in_order) < len(self):
+            return self.spread(most)
+        return None
 
     @cached_property
     def _in_order(self) -> Integers:

@@ -51,7 +51,10 @@ def drained_s(problem: Problem, *, in_order: bool = True) -> float:
     totals = GroupTotals.of(problem)
     bound_s = np.inf
     if len(totals.sizes) > 1 and problem.cluster.gpus > 1:
-        ends = _ends_in_order(problem, totals) if in_order else _ends_of_any_layers(problem, totals)
+        if in_order:
+            ends = _ends_in_order(problem, totals)
+        else:
+            ends = _ends_of_any_layers(problem, totals)
         bound_s = np.inf if ends is None else _several_stages_s(problem, totals, ends)
     return single_stage_s(problem, totals, bound_s)
 

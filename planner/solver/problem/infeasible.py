@@ -29,7 +29,9 @@ class UnexplainedError(InfeasibleError):
 
 def explained(error: PlannerError) -> PlannerError:
     """Return the error, with the smallest change that makes a plan fit where that is the matter."""
-    return error.explanation() if isinstance(error, UnexplainedError) else error
+    if not isinstance(error, UnexplainedError):
+        return error
+    return error.explanation()
 
 
 PLENTY = 2**60  # bytes: more than any plan needs

@@ -116,7 +116,9 @@ class Limits:
     def most_stages(self, space: CutSpace, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
         most = min(gpus, len(space) - 1)
-        return most if self.rules.max_stages is None else min(most, self.rules.max_stages)
+        if self.rules.max_stages is None:
+            return most
+        return min(most, self.rules.max_stages)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Problem:
 
     @property
     def clock(self) -> Clock:
-        """When searches end; the budget's own clock has some time left to simulate what they found."""
+        """When searches end; the budget's own clock leaves time to simulate what they found."""
         return self.budget.searching
 
     @property
@@ -246,7 +248,9 @@ class Problem:
         """How many GPUs share the links inside a server, a rack, and so on, below the whole
         cluster; of one kind.
         """
-        return () if self.cluster.kinds else tuple(int(size) for size in self.topology.groups[:-1])
+        if self.cluster.kinds:
+            return ()
+        return tuple(int(size) for size in self.topology.groups[:-1])
 
     @property
     def placed(self) -> bool:

@@ -106,7 +106,9 @@ class Evaluation:
     @property
     def price_s(self) -> float:
         """Seconds by the cost model, also of a plan that was simulated."""
-        return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
+        if self.price.cost_model_s is None:
+            return self.seconds
+        return self.price.cost_model_s
 
     @property
     def in_order(self) -> bool:

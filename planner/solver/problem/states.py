@@ -9,7 +9,8 @@ work depends on nothing else, which makes the search exact.
 Values that are live at the first state I and that no layer of the stage uses pass by the stage.
 With front(I) the bytes live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 
-    received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
+    received activations = front(I) - passing(I, J)
+    sent activations     = front(J) - passing(I, J)
 
 and the same for gradients in the other direction.
 """
@@ -138,8 +139,9 @@ class CutSpace(ABC):
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages; `benchmarks.solver_quality.piper.question` has
-        others.
+        """Return the choices of what recomputes in the stages.
+
+        `benchmarks.solver_quality.piper.question` has others.
         """
         return Recomputation(self.layer_costs, rule)
 
@@ -147,7 +149,8 @@ class CutSpace(ABC):
         """Return what the stages up to `ends` exchange with earlier stages and with later ones,
         as in `FRONTS`.
         """
-        before, after = self._fronts[:, state, None], self._fronts[:, ends]
+        before = self._fronts[:, state, None]
+        after = self._fronts[:, ends]
         by = self.passing(state, ends)
         if by is None:
             return np.broadcast_to(before, after.shape), after
@@ -313,7 +316,8 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     layer.
     """
     profile = layer_costs.profile
-    forbidden, last = set(profile.no_cut_after), len(profile.layers)
+    forbidden = set(profile.no_cut_after)
+    last = len(profile.layers)
     ends = [
         end
         for end, layer in enumerate(profile.layers, 1)

@@ -70,7 +70,10 @@ def _faster(search: PipelineSearch, known: CutPath) -> BoundedPlans:
     of its plans.
     """
     try:
-        path = search.best() if search.problem.placed else search.faster(known.seconds)
+        if search.problem.placed:
+            path = search.best()
+        else:
+            path = search.faster(known.seconds)
     except OutOfTimeError:
         return BoundedPlans((), search.relaxed_s())
     if path is not None:

@@ -3,10 +3,12 @@
 They are the first answer, the answer where time runs out, and what no answer may be slower than. A
 grid of
 
-    stages      equal in time, or of equally many blocks; as many as are a power of two, and under schedules that drain
-                whatever number uses all GPUs: on 35 groups of GPUs 35, 17, 11, 8, 7
+    stages      equal in time, or of equally many blocks; as many as are a power of two, and under
+                schedules that drain whatever number uses all GPUs: on 35 groups of GPUs 35, 17,
+                11, 8, 7
     replicas    as many as there are GPUs for; also on a half, a quarter and so on of the GPUs
-    sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too, also inside servers
+    sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too,
+                also inside servers
 
 A stage that does not fit the memory recomputes as little as makes it fit. Plans come in the order
 of their prices, though pricing a plan of many stages takes time, and finding what recomputes adds

@@ -5,7 +5,8 @@ messages and some more memory (Narayanan et al., SC 2021, section 2.2). A grid o
 
     degree      ranks that divide the layers
     workers     in one pipeline: as many as some number of copies leaves for each
-    copies      of the pipeline, as many as there are GPUs for; they divide the optimizer's state where that is allowed
+    copies      of the pipeline, as many as there are GPUs for; they divide the optimizer's state
+                where that is allowed
     chunks      of equally many blocks, from 2 on, on each worker
 
 Of each worker's chunks the first ones recompute their blocks, as many as memory demands. A point of

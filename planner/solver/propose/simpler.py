@@ -4,11 +4,13 @@ model.
 For each kind of plans, and on ever fewer GPUs, the best one by the cost model is found for links
 that are all alike:
 
-    kinds       data parallel; without replicas; with replicas of the first stage, or of the first and the last; all
-    links       the slowest of the cluster; slower ones, where messages weigh more, so that plans have fewer of them;
-                and on several levels faster ones, which some messages cross
-    memory      as it is; and with stages that recompute all of their layers or none, and divide nothing: they fill the
-                memory less, and leave room for the deeper pipelines that wait less
+    kinds       data parallel; without replicas; with replicas of the first stage, or of the first
+                and the last; all
+    links       the slowest of the cluster; slower ones, where messages weigh more, so that plans
+                have fewer of them; and on several levels faster ones, which some messages cross
+    memory      as it is; and with stages that recompute all of their layers or none, and divide
+                nothing: they fill the memory less, and leave room for the deeper pipelines that
+                wait less
 """
 
 import math
@@ -208,4 +210,6 @@ def _counting_copies(problem: Problem) -> CutSpace | None:
     simulation.
     """
     profile = counted_with_copies(problem.layer_costs.profile)
-    return None if profile is None else Chain(problem.with_profile(profile).layer_costs)
+    if profile is None:
+        return None
+    return Chain(problem.with_profile(profile).layer_costs)

@@ -1,4 +1,4 @@
-"""The table of a walk from the last state to the first: the least sum of the stages after each state.
+"""The table of a walk from the last state to the first: the least sum of the stages after each.
 
 With X a limit on the maximum over the stages,
 

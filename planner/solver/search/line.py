@@ -183,8 +183,9 @@ class _Openings:
 class _Table(LeastSums):
     """The best stages for the layers after each cut J, by the GPUs g that they may use.
 
-    Of the first stage it knows the row among the openings of its cut, the GPUs that the stages after
-    it may use, and its first GPU, counted from the line's end; and the GPUs at work in all stages.
+    Of the first stage it knows the row among the openings of its cut, the GPUs that the stages
+    after it may use, and its first GPU, counted from the line's end; and the GPUs at work in all
+    stages.
     """
 
     def __init__(self, last: int, gpus: int, most_stages: int | None) -> None:

@@ -80,7 +80,9 @@ class PipelineSearch:
             return None
         self.interrupted |= self.problem.clock.passed
         # A synchronous search may also find slower ones.
-        return path if path is not None and path.seconds < below_s * (1 - SLACK) else None
+        if path is not None and path.seconds < below_s * (1 - SLACK):
+            return path
+        return None
 
     def _best(self, below_s: float, precision: float) -> CutPath | None:
         search = self._search(self.problem.limits)
@@ -159,7 +161,8 @@ class PipelineSearch:
 
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""
-        problem, rules = self.problem, self.problem.rules
+        problem = self.problem
+        rules = self.problem.rules
         may_shard = (
             rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
         )

@@ -110,7 +110,8 @@ class LinksTuning:
     # reach was not measured.
     shares: tuple[float, ...] = (0.2, 0.45)
 
-    # How many times as fast another plan must be on the slow links for the choice to depend on them.
+    # How many times as fast another plan must be on the slow links for the choice to depend on
+    # them.
     min_speedup: float = 1.05
 
     # Share of the time of an answer that is kept for this where a rate is a data sheet's.

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from planner.workers.secret import SECRET_VARIABLE
 from planner.workers.watch import last_beat, own_keys

@@ -67,7 +67,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)) for _ in range(4)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5)) for _ in range(4))
+        )
         self.head = nn.Linear(8, 11)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.tensor(0.5))
@@ -166,9 +168,18 @@ class Split:
             write_part(folder, own, content) for own, content in contents if content is not None
         )
         index = Checkpoint(
-            tool="test", torch="any", model="any", graph_hash=self.graph.hash, config="any", schedule="1f1b", seed=0,
-            minibatch=1, minibatch_size=1, minibatches_per_epoch=None, parts=parts,
-        )  # fmt: skip
+            tool="test",
+            torch="any",
+            model="any",
+            graph_hash=self.graph.hash,
+            config="any",
+            schedule="1f1b",
+            seed=0,
+            minibatch=1,
+            minibatch_size=1,
+            minibatches_per_epoch=None,
+            parts=parts,
+        )
         save_index(folder, index)
 
     def restore(self, folder: Path) -> None:
@@ -601,9 +612,18 @@ def test_the_place_in_the_data_in_minibatches_of_another_size(
     expected: int,
 ) -> None:
     index = Checkpoint(
-        tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=done,
-        minibatch_size=size, minibatches_per_epoch=per_epoch, parts=(),
-    )  # fmt: skip
+        tool="test",
+        torch="any",
+        model="any",
+        graph_hash="any",
+        config="1",
+        schedule="1f1b",
+        seed=0,
+        minibatch=done,
+        minibatch_size=size,
+        minibatches_per_epoch=per_epoch,
+        parts=(),
+    )
     assert (
         position(SavedCheckpoint(Path("any"), index), DataPosition(new_size, new_per_epoch))
         == expected
@@ -612,8 +632,17 @@ def test_the_place_in_the_data_in_minibatches_of_another_size(
 
 def test_other_data_is_refused() -> None:
     index = Checkpoint(
-        tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=3,
-        minibatch_size=4, minibatches_per_epoch=9, parts=(),
-    )  # fmt: skip
+        tool="test",
+        torch="any",
+        model="any",
+        graph_hash="any",
+        config="1",
+        schedule="1f1b",
+        seed=0,
+        minibatch=3,
+        minibatch_size=4,
+        minibatches_per_epoch=9,
+        parts=(),
+    )
     with pytest.raises(InputError, match=r"dataset\(\) has 8 minibatches, but had 9"):
         position(SavedCheckpoint(Path("any"), index), DataPosition(4, 8))

@@ -98,7 +98,9 @@ def test_going_on_equals_not_having_stopped(
 SCHEDULER = """
 def scheduler(optimizer):
     from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
-    return SequentialLR(optimizer, [LinearLR(optimizer, 0.2, total_iters=5), StepLR(optimizer, 2)], milestones=[5])
+    return SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.2, total_iters=5), StepLR(optimizer, 2)], milestones=[5]
+    )
 """
 # A loss so large that the first scales of float16 overflow.
 STEEP = """

@@ -100,9 +100,11 @@ def takes_late(recording: Recording) -> list[int]:
 def _takes_after_messages(operations: Sequence[Operation]) -> bool:
     # The first operation on a communicator, number 0, says nothing, and ends before the next.
     sent = (
-        index for index, each in enumerate(operations) if isinstance(each, Post) and each.number
+        index
+        for index, each in enumerate(operations)
+        if isinstance(each, Post) and each.number and each.kind != "all"
     )
-    first = next((index for index in sent if operations[index].kind != "all"), len(operations))  # type: ignore[union-attr]
+    first = next(sent, len(operations))
     return any(isinstance(each, Work) and each.takes for each in operations[first:])
 
 

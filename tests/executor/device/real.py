@@ -35,7 +35,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(19, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(4)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(4)]
+        )
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.2)
         self.head = nn.Linear(8, 19, bias=False)
         TIE

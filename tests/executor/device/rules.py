@@ -5,15 +5,17 @@ An operation ends when certain others have ended or begun; which ones does not d
 every way in which the workers can run together comes to the same end, and they deadlock exactly if
 these conditions close a circle.
 
-    first use       the first operation on a communicator holds the host until all members make theirs
-    kernels         an operation begins after the one before it on its communicator, and after what its device had to
-                    compute when it was posted, or when its buffer was allocated; a receive ends
-                    after its send has begun, an all-reduce after all have
+    first use       the first operation on a communicator holds the host until all members make
+                    theirs
+    kernels         an operation begins after the one before it on its communicator, and after what
+                    its device had to compute when it was posted, or when its buffer was allocated;
+                    a receive ends after its send has begun, an all-reduce after all have
     sends           buffered: end by themselves; rendezvous: end after their receive has begun
     stream wait     computation goes on after the operation has ended; the host does not wait
     host wait       the host goes on after its device has computed what it was given so far
     device wait     the host goes on after everything that was posted on its device has ended
-    meeting         the hosts go on when all members have come (gloo: barriers, all-reduces, new groups)
+    meeting         the hosts go on when all members have come (gloo: barriers, all-reduces, new
+                    groups)
 """
 
 from __future__ import annotations

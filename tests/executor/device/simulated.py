@@ -7,17 +7,19 @@ all before it. Then once more, on other memory, when the simulated device comes 
 much later, before or after what is on other streams. What the host reads of a device, and what a
 run leaves there, must be the same to the bit. Otherwise a wait is missing.
 
-    streams     operations begin in the order of their stream; among several streams a seed decides, which keeps one
-                waiting for as long as another can go on
-    events      a mark in a stream; another stream, or the host, waits until the device has passed it
-    memory      a tensor's block goes back to the stream that it was allocated on when the tensor is dropped, at once,
-                and may be given out again there: work on that stream comes later in any case. A
-                block that `keep` names other streams for waits until these have passed what they
-                had by then. Freed memory is overwritten.
-    messages    each communicator has a stream of its own. A receive spoils its buffer when it begins. A send ends when
-                its receive takes it, or, where sends are buffered, before: NCCL buffers a few
-                megabytes
-    host        reads of a device's memory wait for the current stream; pinned memory must have been written
+    streams     operations begin in the order of their stream; among several streams a seed decides,
+                which keeps one waiting for as long as another can go on
+    events      a mark in a stream; another stream, or the host, waits until the device has passed
+                it
+    memory      a tensor's block goes back to the stream that it was allocated on when the tensor is
+                dropped, at once, and may be given out again there: work on that stream comes later
+                in any case. A block that `keep` names other streams for waits until these have
+                passed what they had by then. Freed memory is overwritten.
+    messages    each communicator has a stream of its own. A receive spoils its buffer when it
+                begins. A send ends when its receive takes it, or, where sends are buffered, before:
+                NCCL buffers a few megabytes
+    host        reads of a device's memory wait for the current stream; pinned memory must have been
+                written
 """
 
 from __future__ import annotations

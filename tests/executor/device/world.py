@@ -21,7 +21,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports `HashStore` by a star import.
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -400,7 +402,8 @@ class World:
             ),
         }
         with (
-            patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
+            # Some are names that PyTorch 2.6 has not.
+            patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload]
             patch.object(context, "await_all", lambda _: self.barrier()),
             patch.object(comparison, "worker_store", lambda _: self._store),
             patch.object(comparison, "nth_time", lambda *_: 1),

@@ -99,7 +99,8 @@ def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) ->
         (
             "y",
             "xxx",
-            r"^worker 2 \(host1\) would compute on x, and the plan was made for y there: workers 2 to 2",
+            r"^worker 2 \(host1\) would compute on x, and the plan was made for y there: "
+            r"workers 2 to 2",
         ),
         (None, "xyy", r"^worker 1 \(host0\) would compute on y, and the plan was made for x there"),
     ):

@@ -34,7 +34,9 @@ def optimizer(parameters):
 
 def dataset():
     g = torch.Generator().manual_seed(1)
-    return TensorDataset(3 * torch.randn(48, 6, generator=g) + 1, torch.randint(0, 3, (48,), generator=g))
+    return TensorDataset(
+        3 * torch.randn(48, 6, generator=g) + 1, torch.randint(0, 3, (48,), generator=g)
+    )
 
 def evaluation_dataset():
     return dataset()
@@ -192,7 +194,9 @@ class Hooked(Net):
     def forward(self, x):
         x = self.encoder(x)
         if x.grad_fn is not None:
-            x.grad_fn.register_hook(lambda inputs, _: tuple(None if each is None else -each for each in inputs))
+            x.grad_fn.register_hook(
+                lambda inputs, _: tuple(None if each is None else -each for each in inputs)
+            )
         return self.head(x)
 
 def build_model():

@@ -33,7 +33,12 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x):
         return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
@@ -195,7 +200,12 @@ def build_model():
     model.a, model.d = First(6, 8), Last(8, 5)
     return model
 def blocks(m):
-    return [nn.Sequential(m.a, nn.Tanh()), nn.Sequential(m.b, nn.Tanh()), nn.Sequential(m.c, nn.Tanh()), m.d]
+    return [
+        nn.Sequential(m.a, nn.Tanh()),
+        nn.Sequential(m.b, nn.Tanh()),
+        nn.Sequential(m.c, nn.Tanh()),
+        m.d,
+    ]
 """,
 }
 
@@ -293,7 +303,12 @@ class Scaled(Net):
         self.scale = nn.Parameter(torch.ones(()))
     def forward(self, x):
         hidden = self.a(x)
-        return {"scores": super().forward(x), "hidden": hidden, "scale": self.scale, "name": "scaled"}
+        return {
+            "scores": super().forward(x),
+            "hidden": hidden,
+            "scale": self.scale,
+            "name": "scaled",
+        }
 def build_model():
     return Scaled()
 def loss(output, target):

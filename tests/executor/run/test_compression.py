@@ -90,7 +90,10 @@ class Rounded(torch.autograd.Function):
 
 def rounded(value: Tensor, codec: CodecName) -> Tensor:
     """Round a value that has a gradient."""
-    return Rounded.apply(value, codec) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    if not value.requires_grad:
+        return value
+    made: Tensor = Rounded.apply(value, codec)  # type: ignore[no-untyped-call]
+    return made
 
 
 def compressed(plan: Plan, codec: CodecName) -> Plan:

@@ -68,7 +68,9 @@ def make_memory_plan(folder: Path) -> Plan:
 import torch
 from torch import nn
 def build_model():
-    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
 def example_batch(size):
     return torch.randn(size, 6), torch.randn(size, 1)
 loss = nn.functional.mse_loss
@@ -209,7 +211,9 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
             (1, 1),
             [stage.in_flight for stage in plan.stages],
             make_optimizer,
-            lambda model, minibatch, part=part: eager.loss_of(spec, model, part[minibatch]),  # type: ignore[misc]
+            lambda model, minibatch, part=part: eager.loss_of(  # type: ignore[misc]
+                spec, model, part[minibatch]
+            ),
             len(part),
             lambda optimizer, parameters, count: optimizer.step(),
         )

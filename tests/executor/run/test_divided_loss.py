@@ -96,7 +96,9 @@ class Net(nn.Module):
 
     def forward(self, idx, targets):
         logits = self.head(torch.tanh(self.words(idx)))
-        return logits, nn.functional.cross_entropy(logits.view(-1, 11), targets.view(-1), ignore_index=-1)
+        return logits, nn.functional.cross_entropy(
+            logits.view(-1, 11), targets.view(-1), ignore_index=-1
+        )
 
 def build_model():
     return Net()

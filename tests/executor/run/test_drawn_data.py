@@ -230,7 +230,8 @@ def _kept_draws() -> Callable[[int], float]:
     [
         (
             _numpy_generator,
-            r"^dataset\(\)\[\d+\] is another sample when it is read again with the same random numbers",
+            r"^dataset\(\)\[\d+\] is another sample when it is read again "
+            r"with the same random numbers",
         ),
         (_torch_generator, "is another sample when it is read again"),
         (_python_generator, "is another sample when it is read again"),

@@ -84,7 +84,8 @@ def assert_asynchronous_to_the_bit(
     losses, expected = delayed_rounds(
         eager.build(spec), names, (1, 1), (2, 1), spec.optimizer, forward_loss, len(batches), step
     )
-    assert [entry.loss for entry in result.losses] == [loss / FIRST_SCALE for loss in losses]  # type: ignore[attr-defined]
+    found = [entry.loss for entry in result.losses]  # type: ignore[attr-defined]
+    assert found == [loss / FIRST_SCALE for loss in losses]
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
 
@@ -116,7 +117,8 @@ def assert_synchronous_leaves_out_the_same(
         else:
             scale, skipped = scale * BACKOFF, skipped + 1
     assert 0 < skipped < len(losses), "some updates overflow, and some do not"
-    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-3)  # type: ignore[attr-defined]
+    found = [entry.loss for entry in result.losses]  # type: ignore[attr-defined]
+    assert found == pytest.approx(losses, rel=1e-3)
     eager.assert_close(weights, model)
 
 

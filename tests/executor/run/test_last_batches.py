@@ -153,7 +153,9 @@ def loss(output, target):
 
 def dataset():
     rows = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(torch.randn(19, 3, generator=rows), torch.rand(19, generator=rows))
+    return torch.utils.data.TensorDataset(
+        torch.randn(19, 3, generator=rows), torch.rand(19, generator=rows)
+    )
 """
 
 
@@ -231,7 +233,9 @@ def loss(output, target):
 
 def dataset():
     rows = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(torch.randn(16, 3, generator=rows), torch.randn(16, 3, generator=rows))
+    return torch.utils.data.TensorDataset(
+        torch.randn(16, 3, generator=rows), torch.randn(16, 3, generator=rows)
+    )
 """
 
 

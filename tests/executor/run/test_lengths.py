@@ -143,7 +143,9 @@ def test_evaluation_and_resuming_within_an_epoch(tmp_path: Path) -> None:
 from planner.model.samplers import BucketSampler
 
 def sampler(microbatch_size, microbatches, seed):
-    return BucketSampler([len(sample(number)) for number in range(SAMPLES)], microbatch_size, microbatches, seed=seed)
+    return BucketSampler(
+        [len(sample(number)) for number in range(SAMPLES)], microbatch_size, microbatches, seed=seed
+    )
 """
     path.write_text((CAUSAL + more).replace("SAMPLES", str(SAMPLES)), encoding="utf-8")
     profile = structural_profile(path, SIZE)
@@ -242,7 +244,8 @@ def batch(size, words):
     tokens = torch.randint(1, 23, (size, words + 1), generator=generator)
     return (tokens[:, :-1],), tokens[:, 1:]
 
-with planner.pipeline(planner.load_plan("plan.json"), "causal.py", seed=SEED, evaluates=True) as pipeline:
+plan = planner.load_plan("plan.json")
+with planner.pipeline(plan, "causal.py", seed=SEED, evaluates=True) as pipeline:
     for words in (5, 12, 3, 9):
         pipeline.step(batch(6, words))
     pipeline.drain()

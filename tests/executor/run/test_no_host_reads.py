@@ -153,7 +153,13 @@ def test_a_worker_reads_nothing_until_its_stream_ends(
 
 def test_a_nan_is_told_with_its_minibatch_when_later_losses_have_come() -> None:
     observers = Observers(Heartbeat())
-    worker = PipelineWorker({}, None, observers, CPU.compute, stop_on_nan=True)  # type: ignore[arg-type]
+    worker = PipelineWorker(
+        {},
+        None,  # type: ignore[arg-type]
+        observers,
+        CPU.compute,
+        stop_on_nan=True,
+    )
     later = Held()
     worker._later = later  # type: ignore[assignment]
     for minibatch, loss in enumerate([1.0, 0.5, math.nan, 0.2]):

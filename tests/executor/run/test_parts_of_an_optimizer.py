@@ -9,6 +9,7 @@ going on under another cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.into = nn.Linear(6, 16)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(DEPTH)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(DEPTH)]
+        )
         self.out = nn.Linear(16, 3)
 
     def forward(self, x):
@@ -70,18 +73,26 @@ def sampler(microbatch_size, microbatches, seed):
 
 BY_DEPTH = """
 def depth_of(name):
-    return 0 if name.startswith("into") else DEPTH + 1 if name.startswith("out") else int(name.split(".")[1]) + 1
+    if name.startswith("into"):
+        return 0
+    if name.startswith("out"):
+        return DEPTH + 1
+    return int(name.split(".")[1]) + 1
 
 def optimizer(named_parameters):
     groups = {}
     for name, parameter in named_parameters:
         groups.setdefault(depth_of(name), []).append(parameter)
     rates = {depth: 1e-2 * 0.7 ** (DEPTH + 1 - depth) for depth in groups}
-    described = [{"params": own, "lr": rates[depth], "depth": depth} for depth, own in sorted(groups.items())]
+    described = [
+        {"params": own, "lr": rates[depth], "depth": depth} for depth, own in sorted(groups.items())
+    ]
     return torch.optim.AdamW(described, weight_decay=0.05)
 
 def scheduler(optimizer):
-    slow = [lambda step, depth=depth: min(1.0, (step + 1) / (12 - depth)) for depth in range(DEPTH + 2)]
+    slow = [
+        lambda step, depth=depth: min(1.0, (step + 1) / (12 - depth)) for depth in range(DEPTH + 2)
+    ]
     return lr_scheduler.LambdaLR(optimizer, slow)
 """
 
@@ -125,11 +136,15 @@ def scheduler(optimizer):
 FROZEN = """
 def optimizer(named_parameters):
     # All but the body: a stage may have nothing to step.
-    return torch.optim.SGD([parameter for name, parameter in named_parameters if name.startswith("out")], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for name, parameter in named_parameters if name.startswith("out")], lr=0.1
+    )
 
 def scheduler(optimizer):
     first = lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=4)
-    return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, 8)], [4])
+    return lr_scheduler.SequentialLR(
+        optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, 8)], [4]
+    )
 """
 
 FILES = {
@@ -254,7 +269,9 @@ class Normalised(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        every = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        every = [
+            each for group in self.param_groups for each in group["params"] if each.grad is not None
+        ]
         norm = torch.stack([each.grad.norm() for each in every]).norm()
         for each in every:
             each.sub_(each.grad / norm, alpha=0.1)
@@ -309,7 +326,7 @@ def test_what_is_divided_decides(tmp_path: Path) -> None:
         check(optimizer, pair, whole)
     check(torch.optim.AdamW, two)
 
-    wrong = lambda parameters: people.FalselyElementwise(parameters, max_grad_norm=None)  # noqa: E731
+    wrong = partial(people.FalselyElementwise, max_grad_norm=None)
     check(wrong, two)
     check(wrong, pair, whole)
     for divided in (sharded(pair), in_groups(one, 2)):

@@ -46,7 +46,8 @@ OPTIMIZERS = {
     " {'params': parameters[1 + variable('LOCAL_WORLD_SIZE', 1):], 'lr': 0.2}], lr=0.1)",
 }
 MESSAGES = {
-    "WORLD_SIZE": r"optimizer\(\) gives group 0 of the parameters the `lr` 0.15 in this worker, and 0.3 in one process",
+    "WORLD_SIZE": r"optimizer\(\) gives group 0 of the parameters the `lr` 0.15 in this worker, "
+    r"and 0.3 in one process",
     "RANK": r"gives group 0 of the parameters the `betas`",
     "process group": r"the `momentum` 0.45 in this worker, and 0.9 in one process",
     "groups": r"optimizer\(\) puts '.+' into another group in this worker than in one process",
@@ -55,7 +56,9 @@ MESSAGES = {
 NORM = """
 class OfNorm(lr_scheduler.LRScheduler):
     def get_lr(self):
-        norm = sum(float(p.detach().norm()) for g in self.optimizer.param_groups for p in g["params"])
+        norm = sum(
+            float(p.detach().norm()) for g in self.optimizer.param_groups for p in g["params"]
+        )
         return [0.01 * norm if self.last_epoch >= BEGINS else 0.1 for _ in self.base_lrs]
 
 def scheduler(optimizer):
@@ -63,12 +66,16 @@ def scheduler(optimizer):
 """
 WARM_UP = """
 def scheduler(optimizer):
-    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (8 // variable("WORLD_SIZE", 1))))
+    return lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / (8 // variable("WORLD_SIZE", 1)))
+    )
 """
 ORDINARY = """
 def scheduler(optimizer):
     warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3])
+    return lr_scheduler.SequentialLR(
+        optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3]
+    )
 """
 
 
@@ -109,7 +116,8 @@ def test_an_optimizer_that_looks_at_the_workers_is_refused(name: str, tmp_path: 
         ),
         (
             WARM_UP,
-            r"scheduler\(\) gives group 0 of the parameters the `lr` 0.025 in this worker, and 0.0125 in one",
+            r"scheduler\(\) gives group 0 of the parameters the `lr` 0.025 in this worker, "
+            r"and 0.0125 in one",
         ),
     ],
     ids=["weights", "weights, later", "weights, much later", "WORLD_SIZE"],

@@ -26,7 +26,9 @@ import torch
 from torch import nn
 
 def build_model():
-    return nn.Sequential(nn.Embedding(11, 8{sparse}), nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Embedding(11, 8{sparse}), nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 4)
+    )
 
 def example_batch(batch_size):
     return (torch.randint(0, 11, (batch_size, 4)),), torch.randint(0, 4, (batch_size,))
@@ -36,7 +38,9 @@ def loss(output, target):
 
 class SAM(torch.optim.SGD):
     def step(self, closure=None):
-        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        assert closure is not None, (
+            "Sharpness Aware Minimization requires closure, but it was not provided"
+        )
         return closure()
 
 OTHER = nn.Linear(3, 3)

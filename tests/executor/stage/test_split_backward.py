@@ -126,7 +126,9 @@ def test_hooks_of_weights_are_called_once_per_unit(make: Callable[[], nn.Module]
                 heard.append("accumulated")
 
             parameter.register_hook(change)  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                accumulated
+            )
 
         x = torch.randn(4, 6, requires_grad=True)
         output = module(x)
@@ -152,7 +154,9 @@ def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_
     products = []
 
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(  # type: ignore[no-untyped-def]
+            self, func, types, args=(), kwargs=None
+        ):
             products.append(func is torch.ops.aten.mm.default)
             return func(*args, **(kwargs or {}))
 
@@ -169,7 +173,9 @@ def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_
 def test_hooks_that_wait_for_gradients_are_called_in_the_second_part() -> None:
     layer, seen = nn.Linear(3, 3), []
     for name, parameter in layer.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, name=name: seen.append(name)
+        )
     x = torch.randn(2, 3, requires_grad=True)
     rest = input_gradients([get_gradient_edge(layer(x).sum())], [None], [x], layer.parameters())
     assert seen == []

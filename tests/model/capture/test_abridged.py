@@ -47,7 +47,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two lists of blocks between products; what was before the first is added before the second."""
+    """Two lists of blocks between products; what was before the first is added before the
+    second.
+    """
 
     def __init__(self, block: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()

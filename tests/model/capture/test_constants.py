@@ -140,12 +140,14 @@ def test_what_depends_on_more_may_not(forward: Forward) -> None:
 
 def student_t(output: Tensor, target: Tensor) -> Tensor:
     """It makes a Chi2, which looks at its argument, whatever StudentT was told."""
-    likelihood: Tensor = StudentT(4.0, output, 1.0, validate_args=False).log_prob(target)  # type: ignore[no-untyped-call]
+    distribution = StudentT(4.0, output, 1.0, validate_args=False)
+    likelihood: Tensor = distribution.log_prob(target)  # type: ignore[no-untyped-call]
     return -likelihood.mean()
 
 
 def normal(output: Tensor, target: Tensor) -> Tensor:
-    likelihood: Tensor = Normal(output, F.softplus(output)).log_prob(target)  # type: ignore[no-untyped-call]
+    distribution = Normal(output, F.softplus(output))
+    likelihood: Tensor = distribution.log_prob(target)  # type: ignore[no-untyped-call]
     return -likelihood.mean()
 
 

@@ -25,7 +25,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.place = nn.Embedding(9, 8), nn.Parameter(torch.randn(1, 20, 8))
-        self.lstm, self.gru = nn.LSTM(8, 6, batch_first=True, bidirectional=True), nn.GRU(12, 8, batch_first=True)
+        self.lstm, self.gru = (
+            nn.LSTM(8, 6, batch_first=True, bidirectional=True),
+            nn.GRU(12, 8, batch_first=True),
+        )
         self.head = nn.Linear(8, 9)
 
     def forward(self, tokens):

@@ -21,11 +21,19 @@ CTC = """
 class Speech(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 5)
+        self.a, self.b, self.c = (
+            nn.Linear(6, 16),
+            nn.GRU(16, 16, batch_first=True),
+            nn.Linear(16, 5),
+        )
     def forward(self, x): return {"scores": self.c(self.b(self.a(x).relu())[0]), "scale": 1}
 def build_model(): return Speech()
 def example_batch(n):
-    target = {"labels": torch.randint(1, 5, (n, 4)), "lengths": torch.full((n,), 12), "own": torch.randint(1, 5, (n,))}
+    target = {
+        "labels": torch.randint(1, 5, (n, 4)),
+        "lengths": torch.full((n,), 12),
+        "own": torch.randint(1, 5, (n,)),
+    }
     return (torch.randn(n, 12, 6),), target
 def loss(output, target):
     scores = output["scores"].log_softmax(-1).transpose(0, 1)
@@ -35,12 +43,19 @@ PACKED = """
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.lstm, self.out = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.embedding, self.lstm, self.out = (
+            nn.Embedding(20, 8),
+            nn.LSTM(8, 8, batch_first=True),
+            nn.Linear(8, 4),
+        )
     def forward(self, words, lengths):
-        packed = rnn.pack_padded_sequence(self.embedding(words), lengths, batch_first=True, enforce_sorted=False)
+        packed = rnn.pack_padded_sequence(
+            self.embedding(words), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.out(self.lstm(packed)[1][0][-1])
 def build_model(): return Words()
-def example_batch(n): return (torch.randint(0, 20, (n, 7)), torch.randint(1, 8, (n,))), torch.randint(0, 4, (n,))
+def example_batch(n):
+    return (torch.randint(0, 20, (n, 7)), torch.randint(1, 8, (n,))), torch.randint(0, 4, (n,))
 def loss(output, target): return F.cross_entropy(output, target)
 """
 PARTS = """

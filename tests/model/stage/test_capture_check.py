@@ -234,12 +234,16 @@ def test_a_forward_hook_that_computes_is_captured() -> None:
 def masked(model: Net) -> None:
     keep = torch.zeros(6, 6)
     keep[:2] = 1
-    model.first.weight.register_hook(lambda gradient: gradient * keep)  # type: ignore[no-untyped-call]
+    model.first.weight.register_hook(  # type: ignore[no-untyped-call]
+        lambda gradient: gradient * keep
+    )
 
 
 def observed_only(model: Net) -> None:
     norms: list[Tensor] = []
-    model.first.weight.register_hook(lambda gradient: norms.append(gradient.norm()))  # type: ignore[no-untyped-call]
+    model.first.weight.register_hook(  # type: ignore[no-untyped-call]
+        lambda gradient: norms.append(gradient.norm())
+    )
 
 
 @pytest.mark.parametrize("register", [masked, observed_only])
@@ -279,7 +283,9 @@ def test_a_hook_that_would_see_a_part_of_a_sum_is_refused(hook: Callable[[Tensor
 
 def test_hooks_after_accumulation_and_on_several_parameters_are_refused() -> None:
     model = Net()
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
+    model.first.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda parameter: None
+    )
     with pytest.raises(
         CaptureError, match="has a hook that runs after its gradient is accumulated"
     ):

@@ -186,7 +186,9 @@ class Net(nn.Module):
     def forward(self, x):
         q, k, v = (part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.qkv(x).split(8, 2))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().reshape(x.shape) + torch.ones(8, device=x.device))
+        return self.out(
+            y.transpose(1, 2).contiguous().reshape(x.shape) + torch.ones(8, device=x.device)
+        )
 
 def build_model():
     return Net()

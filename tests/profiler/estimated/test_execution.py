@@ -106,7 +106,8 @@ def test_few_keys_take_as_long_as_512() -> None:
 @pytest.mark.parametrize("operation", [torch.softmax, torch.log_softmax])
 def test_softmax_under_autocast_reads_half_and_writes_single(operation: object) -> None:
     with recording() as recorder, torch.autocast("cpu", HALF):
-        result = operation(torch.empty(100, dtype=HALF, requires_grad=True), -1)  # type: ignore[operator]
+        value = torch.empty(100, dtype=HALF, requires_grad=True)
+        result = operation(value, -1)  # type: ignore[operator]
     assert result.dtype == torch.float32
     assert [each.bytes for each in recorder.operations] == [200 + 400]
 
@@ -299,7 +300,8 @@ def test_fusion_saves_launches_and_time() -> None:
 def test_an_rms_norm_is_one_kernel_each_way() -> None:
     with recording() as recorder:
         x = torch.empty(4, 64, dtype=HALF, requires_grad=True)
-        F.rms_norm(x, (64,), torch.empty(64, dtype=HALF), 1e-5).sum().backward()  # type: ignore[no-untyped-call]
+        total = F.rms_norm(x, (64,), torch.empty(64, dtype=HALF), 1e-5).sum()
+        total.backward()  # type: ignore[no-untyped-call]
     names = [operation.name for operation in recorder.operations]
     assert names.count("native_layer_norm") == names.count("native_layer_norm_backward") == 1
     assert not {"pow", "rsqrt"}.intersection(names)

@@ -278,7 +278,9 @@ class Noisy(nn.Module):
     ("reduction", "expected"), [("mean", SAMPLES), ("sum", LossMean(over="sum"))]
 )
 def test_parts_draw_the_noise_of_the_whole(reduction: str, expected: LossMean) -> None:
-    loss: Loss = lambda output, target: F.mse_loss(output, target, reduction=reduction)  # noqa: E731
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target, reduction=reduction)
+
     assert found(spec_of(Noisy(), numbers, loss)) == expected
 
 

@@ -49,9 +49,12 @@ def _times(forward: float, backward: float) -> StepTimes:
 def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
     layers = [_times(2, 1), _times(6, 3), _times(4, 8)]
     measured = CompiledTimes(
-        spans=[range(2), range(2, 3)], runs=[_times(4, 3), _times(4, 7)], whole=_times(6, 10), saved_bytes=[90, 10],
+        spans=[range(2), range(2, 3)],
+        runs=[_times(4, 3), _times(4, 7)],
+        whole=_times(6, 10),
+        saved_bytes=[90, 10],
         exchanged_bytes=[10, 10],
-    )  # fmt: skip
+    )
     scaled = as_compiled(layers, measured)
     # The first run takes half of the uncompiled forward, the second all of it, together 8; the
     # whole takes 6.

@@ -25,7 +25,8 @@ from torch import nn
 def build_model():
     return nn.Sequential(
         nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.1),
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10),
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10),
     )
 
 def example_batch(batch_size):

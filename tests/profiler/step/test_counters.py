@@ -32,7 +32,9 @@ import pytest
 import torch
 from torch import nn
 def build_model():
-    return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 10, bias=False))
+    return nn.Sequential(
+        nn.Embedding(10, 4), nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 10, bias=False)
+    )
 def example_batch(batch_size):
     tokens = torch.zeros(batch_size, 7, dtype=torch.int64)
     return tokens, tokens
@@ -54,7 +56,8 @@ def test_measured_and_estimated_profiles_count_what_pytorch_counts(tmp_path: Pat
     batch = spec.example_batch(2)
     assert spec.loss is not None
     with FlopCounterMode(display=False) as counter:
-        spec.loss(spec.build_model()(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
+        loss = spec.loss(spec.build_model()(*batch.args), batch.target)
+        loss.backward()  # type: ignore[no-untyped-call]
     assert measured.flops == counter.get_total_flops()
     forward = {name: ahead for name, ahead, _ in counts}
     assert forward["3"] == 2 * 2 * 4 * 36 * 5

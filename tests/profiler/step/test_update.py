@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 def build_model():
-    return nn.Sequential(nn.Linear(8, {WIDTH}), nn.ReLU(), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, 1))
+    return nn.Sequential(
+        nn.Linear(8, {WIDTH}), nn.ReLU(), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, 1)
+    )
 
 def example_batch(batch_size):
     return torch.randn(batch_size, 8), torch.randn(batch_size, 1)

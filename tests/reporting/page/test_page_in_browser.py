@@ -327,9 +327,11 @@ def test_light_and_dark_have_contrast(browser: Browser, file: Path, scheme: str)
                 }
                 return [255, 255, 255];
             };
-            return [...document.querySelectorAll('p, dd, dt, h1, h2, h3, td, th, a, small, summary, button, footer, b')]
+            const texts = 'p, dd, dt, h1, h2, h3, td, th, a, small, summary, button, footer, b';
+            const color = (e) => rgb(getComputedStyle(e).color).slice(0, 3);
+            return [...document.querySelectorAll(texts)]
                 .filter((e) => e.offsetParent)
-                .map((e) => [rgb(getComputedStyle(e).color).slice(0, 3), behind(e), e.outerHTML.slice(0, 60)]);
+                .map((e) => [color(e), behind(e), e.outerHTML.slice(0, 60)]);
         }"""
     )
     assert len(pairs) > 50

@@ -10,8 +10,8 @@ from planner.solver.alternatives.simpler_ways import indistinct_share
 from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
-# Pipelines take some 105 s for 32 microbatches. So does data parallelism where its all-reduce of 6 GB
-# goes on for 9 s after the last backward, and more on slower links.
+# Pipelines take some 105 s for 32 microbatches. So does data parallelism where its all-reduce of
+# 6 GB goes on for 9 s after the last backward, and more on slower links.
 MODEL = profile(
     *(layer(name, 1.0, 2.0, output_bytes=10**6, weight_bytes=10**9) for name in "abc"),
     layer("d", 1.0, 2.0, weight_bytes=10**9),

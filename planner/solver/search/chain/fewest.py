@@ -80,8 +80,8 @@ class FewestReplicas:
         if not may_differ.any():
             return replicas, recomputes
 
-        # 3. Without recomputing a stage is faster, and one replica has nothing to shard: so the count
-        # without recomputing, or two for a sharded stage, is a lower bound.
+        # 3. Without recomputing a stage is faster, and one replica has nothing to shard: so the
+        # count without recomputing, or two for a sharded stage, is a lower bound.
         least = self.whatever_memory(state, ends, target_s)
         least = np.where(tight, least, np.maximum(least, 2))
         rows = np.flatnonzero(may_differ & (least < replicas) & (least <= most))

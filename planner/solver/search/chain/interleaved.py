@@ -269,7 +269,9 @@ class _Pricing:
     def _footprint(self, rows: Integers) -> Footprint:
         footprint = taken(self.stages.footprint, rows).divided(self.shape.microbatches)
         footprint = self.stages.space.layer_costs.replicated(footprint, self.shape.replicas)
-        return footprint.shared_out(self.shape.replicas) if self.sharded else footprint
+        if not self.sharded:
+            return footprint
+        return footprint.shared_out(self.shape.replicas)
 
     def _within_memory(self, rows: Integers, work: Work) -> tuple[Floats, NDArray[np.bool_], bool]:
         """Return by row the bytes over the memory and the stages that recompute, and whether that

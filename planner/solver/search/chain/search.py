@@ -4,19 +4,25 @@ over the time.
 PipeDream (SOSP 2019, section 3.1) minimises A(j, m), the time of the slowest stage of layers 1 to j
 on m GPUs:
 
-    A(j, m) = min over i, m' of  max(A(i, m - m'), transfer(i), T(i + 1, j, m'))             O(states² · GPUs²)
+    A(j, m) = min over i, m' of  max(A(i, m - m'), transfer(i), T(i + 1, j, m'))
+
+in O(states² · GPUs²).
 
 Here the time is fixed to a target T instead, and the GPUs are minimised. With states I and J,
 between which a stage is,
 
-    gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)        gpus(last) = 0        O(states²)
+    gpus(last) = 0
+    gpus(I)    = min over J of  gpus(J) + fewest_replicas(I, J, T)
 
-is the fewest GPUs that run everything after the cut I in time T, whatever the cluster. Memory fits
+is the fewest GPUs that run everything after the cut I in time T, whatever the cluster, found in
+O(states²). Memory fits
 in the same walk: what a stage has in flight depends only on the GPUs after it, and fewer are never
 worse. A state that leaves fewer GPUs than the layers before it need is on no plan. Where that plan
 breaks a limit on the number of stages, the number becomes part of the state:
 
-    gpus(I, n) = min over J of  gpus(J, n - 1) + fewest_replicas(I, J, T)                    O(states² · stages)
+    gpus(I, n) = min over J of  gpus(J, n - 1) + fewest_replicas(I, J, T)
+
+in O(states² · stages).
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,9 +94,12 @@ class Search:
     def _ever_better(
         self, rough: CutPath | None, below_s: float, precision: float
     ) -> Iterator[CutPath]:
-        """Yield plans, the best at last; none where there is none that is as fast as a rough one."""
+        """Yield plans, the best at last; none where none is as fast as the rough one."""
         # 1. A plan as fast as the best over a few of the states, or else any plan.
-        start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION)) if rough is None else rough.seconds
+        if rough is None:
+            start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION))
+        else:
+            start_s = rough.seconds
         best = self.within(start_s)
         if best is None:
             return

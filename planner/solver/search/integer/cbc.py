@@ -89,7 +89,8 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
 
     def actualSolve(self, lp: pulp.LpProblem, **_: Any) -> int:  # noqa: N802 - PuLP calls it
         """Solve a program, and give its variables their values."""
-        program, solution = self._folder / "program.mps", self._folder / "solution.sol"
+        program = self._folder / "program.mps"
+        solution = self._folder / "solution.sol"
         variables, names, rows, _ = lp.writeMPS(str(program), rename=1)
 
         if not self._run(program, solution):

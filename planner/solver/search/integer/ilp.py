@@ -43,10 +43,14 @@ def _infeasible(problem: Problem) -> InfeasibleError:
         changed = problem.with_cluster(cluster.model_copy(update=changes))
         budget = Budget(tuning=problem.tuning.budget)
         answer = solve_ilp(replace(changed, budget=budget))
-        return None if answer is None else priced(changed, answer.stages)
+        if answer is None:
+            return None
+        return priced(changed, answer.stages)
 
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
-        return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
+        if gpus != cluster.gpus:
+            return None
+        return again(memory_bytes=memory_bytes)
 
     plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
     # Without a memory limit only the rules can be the reason.

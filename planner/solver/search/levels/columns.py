@@ -42,8 +42,8 @@ def search_columns(
     nearest: CutPath,
     best: Evaluation,
 ) -> BoundedPlans:
-    """Find plans in columns that may be faster than the best one on consecutive ranks, the fastest by
-    the cost model first, and seconds that none is below.
+    """Find plans in columns that may be faster than the best one on consecutive ranks, the fastest
+    by the cost model first, and seconds that none is below.
 
     Args:
         problem: on a cluster of several levels.

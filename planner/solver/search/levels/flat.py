@@ -122,4 +122,6 @@ def precision_of(problem: Problem) -> float:
     """Return the precision of a search on one flat cluster. Asynchronous ones are quick enough to
     be exact.
     """
-    return RESOLUTION if problem.schedule.asynchronous else max(problem.precision, RESOLUTION)
+    if problem.schedule.asynchronous:
+        return RESOLUTION
+    return max(problem.precision, RESOLUTION)

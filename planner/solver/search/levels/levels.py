@@ -72,7 +72,9 @@ def _relaxed(prices: PathPrices, answer: BoundedPath) -> BoundedPath:
         return replace(relaxed, bound_s=max(relaxed.bound_s, answer.bound_s))
 
     refined = _refined(prices, answer.path)
-    return answer if refined is None else _bounded(refined, answer.bound_s)
+    if refined is None:
+        return answer
+    return _bounded(refined, answer.bound_s)
 
 
 def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
@@ -144,7 +146,10 @@ def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> Local
     """Return a local search that prices so many paths as the question is worth."""
     tuning = problem.tuning.levels
     gpus = problem.cluster.gpus
-    most = tuning.most_priced if problem.precision == 0 else tuning.most_priced_roughly
+    if problem.precision == 0:
+        most = tuning.most_priced
+    else:
+        most = tuning.most_priced_roughly
     most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
     variants = [QuickestVariants(problem, space).options]
     return LocalSearch(space, gpus, price, variants, most, tuning.split_shares, problem.clock)

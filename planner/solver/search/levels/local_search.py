@@ -23,9 +23,9 @@ OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...
 class LocalSearch:
     """Local searches over one space, which price no plan twice, and `most` plans in all.
 
-    `price` is what is minimised, infinite for a path that does not fit the memory; `variants` say how
-    the stages of a plan may run; `split_shares`, of its compute, where a stage is split. Neighbours
-    are priced by increasing `least`, a quick bound that no price is below.
+    `price` is what is minimised, infinite for a path that does not fit the memory; `variants` say
+    how the stages of a plan may run; `split_shares`, of its compute, where a stage is split.
+    Neighbours are priced by increasing `least`, a quick bound that no price is below.
     """
 
     def __init__(

@@ -84,8 +84,9 @@ class Variants:
         return np.asarray(held <= memory_bytes)
 
     def most_in_flight(self, replicas: Integers, schedule: Schedule, microbatches: int) -> Integers:
-        """Return the most microbatches that may be in flight, by memory and for the gradients' sake;
-        by replicas, a column, and row.
+        """Return the most microbatches that may be in flight, by replicas (a column) and row.
+
+        Memory limits them, and what the gradients may be stale by.
         """
         limits = self.source.limits
         most: Integers = np.full((len(replicas), len(self)), limits.deepest)

@@ -1,4 +1,4 @@
-"""Tables of the stages of a space: the useful ways to run them, and what each adds to a plan's time.
+"""Tables of the stages of a space: useful ways to run them, and what each adds to a plan's time.
 
 A plan takes the sum of one part of its stages plus the maximum of another. Searches for synchronous
 schedules, for GPUs of several kinds and by integer programs read these tables.
