@@ -261,8 +261,9 @@ def test_fit_counts_what_is_trained(tmp_path: Path) -> None:
             layer.weight_bytes for layer in frozen if layer.name.endswith(".base_layer")
         )
     assert weights[4] == pytest.approx(weights[16] * 4.127 / 16, rel=0.01)
+    quantized = planner.load_plan(tmp_path / "4" / "plan.json")
     with pytest.raises(PlanError, match="a frozen base in 4 bits"):
-        planner.train(tmp_path / "4" / "model.py", plan)
+        planner.train(tmp_path / "4" / "model.py", quantized)
 
 
 @pytest.mark.parametrize(
