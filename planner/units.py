@@ -118,6 +118,27 @@ def format_times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
 
 
+def format_count(number: float) -> str:
+    """Return a large number for people: 15e12 -> "15T", 250_000 -> "250k"."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size * _NEARLY:
+            return f"{_digits(number / size)}{letter}"
+    return f"{number:.0f}"
+
+
+def format_days(days: float) -> str:
+    """Return a number of days for people: 1234.5 -> "1,234", 0.0123 -> "0.0123"."""
+    return f"{days:,.0f}" if days >= 1000 * _NEARLY else _digits(days)
+
+
+def format_dollars(dollars: float) -> str:
+    """Return a sum of money for people, to three digits: 1_234_567 -> "$1,230,000"."""
+    if dollars < 1000 * _NEARLY:
+        return f"${_digits(dollars)}"
+    step = 10 ** (math.floor(math.log10(dollars)) - 2)
+    return f"${round(dollars / step) * step:,}"
+
+
 def as_fast(ratio: float) -> str:
     """Return a ratio of speeds for a sentence: 1.234 -> "1.23 times as fast", 1.001 -> "as
     fast".

@@ -19,7 +19,7 @@ from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable, replace
-from planner.formats.fit import Fit
+from planner.formats.fit import Fit, TrainingRun
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
@@ -35,8 +35,15 @@ from planner.options.training import (
     TrainingOptions,
 )
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
-from planner.plan.trainable import check_trainable
-from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
+from planner.plan.lengths import mean_tokens
+from planner.plan.trainable import check_base, check_trainable
+from planner.profiler.estimated.devices import (
+    DeviceSpec,
+    DType,
+    device_spec,
+    parse_dtype,
+    usual_dtype,
+)
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
     Estimator,
@@ -44,6 +51,7 @@ from planner.profiler.estimated.estimate import (
     load_device,
 )
 from planner.profiler.estimated.execution import compiler
+from planner.profiler.estimated.quantized import BITS, with_quantized_base
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
@@ -137,6 +145,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     servers = Servers.of(gpus, options)
     dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
     device_spec(options.gpu, dtype)  # before anything is written
+    _check_bits(options)
+    _check_price(options)
     file = _model_file(model, options)
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
@@ -146,6 +156,29 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     answer, profile = answer_fit(request.with_clock(sooner.clock))
     answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
     return _saved(answer, profile, file)
+
+
+def _check_bits(options: FitOptions) -> None:
+    """Raise InputError where a base is to have few bits, and no adapters are trained beside it, or
+    where nobody knows what other bits than 4 cost.
+    """
+    if options.bits not in (None, BITS):
+        raise InputError(f"`bits={options.bits}` is not estimated", hint=f"give `bits={BITS}`")
+    if options.bits is not None and options.lora is None:
+        raise InputError(
+            f"`bits={options.bits}` is for frozen weights, and nothing is frozen",
+            hint="give the rank of adapters that are trained in their place: `lora=16`",
+        )
+
+
+def _check_price(options: FitOptions) -> None:
+    """Raise InputError for the price of a training whose length nobody says."""
+    dollars = options.dollars_per_gpu_hour
+    if dollars is not None and options.train_tokens is None:
+        raise InputError(
+            f"`dollars_per_gpu_hour={dollars:g}` is no price of a training whose length is unknown",
+            hint="give `train_tokens`, as in `train_tokens=15T`",
+        )
 
 
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
@@ -164,6 +197,8 @@ def _fit_request(
 ) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
     degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
+    if options.bits is not None:
+        degrees = []  # no library divides layers whose weights have 4 bits
     how = EstimateOptions(
         options.gpu,
         dtype,
@@ -172,12 +207,15 @@ def _fit_request(
         where_divided=not options.tensor,
     )
     estimator = Estimator(load_model_file(file.path), how)
-    first = estimator.profile(options.batch_size or _first_size(options, file.tokens))
+    estimate = estimator.profile
+    if options.bits is not None:
+        estimate = partial(_estimate_quantized, estimator, device_spec(options.gpu, dtype))
+    first = estimate(options.batch_size or _first_size(options, file.tokens))
     minibatch = minibatch_for(options, options.tokens, first, servers.gpus)
     memory = options.memory or planned_bytes(first.device)
 
     profiles = Profiles(
-        estimator.profile,
+        estimate,
         estimator.divided,
         _sizes(options, first, minibatch, servers.gpus),
         max(degrees, default=1),
@@ -189,7 +227,27 @@ def _fit_request(
         partial(servers.cluster_of, memory=memory),
         options.with_minibatch(minibatch),
         clock,
+        run=_run_of(options, first),
     )
+
+
+def _run_of(options: FitOptions, profile: Profile) -> TrainingRun | None:
+    """Return the training that is to be paid; raise InputError where it has no tokens."""
+    tokens = options.train_tokens
+    if tokens is None:
+        return None
+    if mean_tokens(profile) is None:
+        raise InputError(
+            f"'{profile.model}' reads no tokens, so `train_tokens={tokens}` is no length of a "
+            f"training",
+            hint="leave it out, and divide the samples of the training by the samples/s of the "
+            "answer",
+        )
+    return TrainingRun(tokens=tokens, dollars_per_gpu_hour=options.dollars_per_gpu_hour)
+
+
+def _estimate_quantized(estimator: Estimator, spec: DeviceSpec, batch_size: int) -> Profile:
+    return with_quantized_base(estimator.profile(batch_size), spec)
 
 
 @dataclass(frozen=True)
@@ -214,12 +272,25 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
                 f"has no meaning",
                 hint="change its example_batch(), or leave out `length`",
             )
+        if options.lora is not None:
+            raise InputError(
+                f"'{model}' says itself what is trained, so `lora={options.lora}` has no meaning",
+                hint="let its build_model() return the model with adapters, or leave out `lora`",
+            )
         return _ModelFile(path, place or path.parent)
 
     named = find_model(str(model))
     tokens = named.tokens(options.length)
-    folder = place or Path(named.name)
-    return _ModelFile(named.write(folder, tokens), folder, tokens)
+    folder = place or Path(_folder_name(named.name, options))
+    return _ModelFile(named.write(folder, tokens, options.lora), folder, tokens)
+
+
+def _folder_name(model: str, options: FitOptions) -> str:
+    """Return the name of the folder of a model, which says whether adapters are trained."""
+    if options.lora is None:
+        return model
+    bits = "" if options.bits is None else f"-{options.bits}-bits"
+    return f"{model}-lora-{options.lora}{bits}"
 
 
 def _first_size(options: FitOptions, tokens: int | None) -> int:
@@ -394,6 +465,7 @@ def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOpti
     """
     baseline = arguments.baseline
     if baseline is None:
+        check_base(plan)
         check_trainable(plan)
         return
 

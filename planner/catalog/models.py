@@ -81,18 +81,25 @@ class NamedModel:
             )
         return asked or min(LENGTH, most or LENGTH)
 
-    def write(self, folder: Path, tokens: int | None) -> Path:
-        """Write config.json and model.py, whose path is returned; raise InputError where another
-        model is.
+    def write(self, folder: Path, tokens: int | None, lora_rank: int | None = None) -> Path:
+        """Write config.json and model.py, whose path is returned.
+
+        Args:
+            folder: is made, if it does not exist.
+            tokens: of a sample; None for images.
+            lora_rank: of adapters that are trained in place of the model, which is frozen.
+
+        Raises:
+            InputError: where another model is; or for adapters without `peft`.
         """
-        line = f"LENGTH = {LENGTH}  #"
+        if lora_rank is not None:
+            check_peft(self.name)
         template = (
             resources.files("planner.catalog").joinpath(_TEMPLATE).read_text(encoding="utf-8")
         )
-        texts = {
-            "config.json": json.dumps(self.config, indent=1) + "\n",
-            "model.py": template.replace(line, line.replace(str(LENGTH), str(tokens or LENGTH))),
-        }
+        model = _with_constant(template, "LENGTH", LENGTH, tokens or LENGTH)
+        model = _with_constant(model, "LORA_RANK", 0, lora_rank or 0)
+        texts = {"config.json": json.dumps(self.config, indent=1) + "\n", "model.py": model}
         for name, text in texts.items():
             path = folder / name
             check_writable(path)
@@ -103,6 +110,22 @@ class NamedModel:
         for name, text in texts.items():
             write_text(folder / name, text)
         return folder / "model.py"
+
+
+def _with_constant(template: str, name: str, usual: int, value: int) -> str:
+    """Return the template with another value of one of its constants."""
+    line = f"{name} = {usual}  #"
+    assert line in template, f"{_TEMPLATE} has {name}"
+    return template.replace(line, f"{name} = {value}  #")
+
+
+def check_peft(name: str) -> None:
+    """Raise InputError where the library that makes LoRA adapters is not installed."""
+    if find_spec("peft") is None:
+        raise InputError(
+            f"the adapters of '{name}' are made by peft, which is not installed",
+            hint="pip install peft",
+        )
 
 
 def find_model(name: str) -> NamedModel:

@@ -1,7 +1,8 @@
 """A model of Hugging Face's transformers with random weights, as config.json beside this file
 describes it.
 
-Needs `transformers` (pip install 'transformers>=4.50'). Nothing is downloaded.
+Needs `transformers` (pip install 'transformers>=4.50'), and `peft` for adapters. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -14,13 +15,25 @@ import torch
 from torch import Tensor, nn
 
 LENGTH = 2048  # tokens of a sample, where the model reads tokens
+LORA_RANK = 0  # of adapters on all linear layers but the head; 0: the whole model is trained
 # a label for each token
 TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 SAMPLE_LABELS = ("ForSequenceClassification", "ForImageClassification")  # one for each sample
 
 
 def build_model() -> nn.Module:
-    """Return the model with random weights."""
+    """Return the model with random weights, or a frozen one with LoRA adapters."""
+    if not LORA_RANK:
+        return build_base()
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
+    adapted: nn.Module = get_peft_model(build_base(), adapters)
+    return adapted
+
+
+def build_base() -> nn.Module:
+    """Return the model without adapters."""
     config = _config()
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -86,9 +86,11 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
+    arguments.add_options(parser, FitOptions, "lora", "bits")
     arguments.add_options(
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
     )
+    arguments.add_options(parser, FitOptions, "train_tokens", "dollars_per_gpu_hour")
     whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
     arguments.add_options(
         parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole)

@@ -28,7 +28,7 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
             stage.replicas > 1,
             options.shards_gradients,
             options.repeats_shards,
-            options.divides_layers,
+            options.divides_layers or layer_costs.group_ranks > 1,
         )
         counts.append(sum(own))
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}

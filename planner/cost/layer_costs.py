@@ -45,6 +45,8 @@ class LayerCosts(PassedValues):
     codec: Codec = CODECS["none"]  # of what stages exchange
     source: Profile | None = None  # as it was before its times became means over lengths
     exchanges: Sequence[Exchanged] | None = None
+    # Ranks that divide the layers between them, where a group counts as one GPU.
+    group_ranks: int = 1
 
     def __post_init__(self) -> None:
         overheads = Overheads.of(self.profile.device)
@@ -98,7 +100,9 @@ class LayerCosts(PassedValues):
         if degree not in self._variants:
             assert self.dividing is not None, "layers are divided over the links of a cluster"
             profile, exchanges = self.dividing(self.profile, degree)
-            self._variants[degree] = replace(self.with_profile(profile), exchanges=exchanges)
+            self._variants[degree] = replace(
+                self.with_profile(profile), exchanges=exchanges, group_ranks=degree
+            )
         return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> "LayerCosts":

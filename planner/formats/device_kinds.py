@@ -20,6 +20,7 @@ _OF_PROFILES = (
     "dtype",
     "autocast",
     "master_weights",
+    "base_bits",
     "memory_format",
     "deterministic",
     "microbatch_size",

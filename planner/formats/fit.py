@@ -2,10 +2,35 @@
 
 import math
 
-from planner.formats.files import Record
+from pydantic import PositiveFloat, PositiveInt
+
+from planner.formats.files import Record, replace
 from planner.formats.late import LateFailure
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
+
+SECONDS_PER_HOUR = 3600
+HOURS_PER_DAY = 24
+
+
+class TrainingRun(Record):
+    """A whole training, and what an hour of each GPU costs."""
+
+    tokens: PositiveInt
+    dollars_per_gpu_hour: PositiveFloat | None = None
+
+    def paid(self, row: "FitRow") -> "FitRow":
+        """Return the row with the days and the dollars of the training, as fast as its plan.
+
+        All GPUs are paid, also those that the plan leaves idle.
+        """
+        if row.plan is None or row.plan.predicted.tokens_per_s is None:
+            return row
+        hours = self.tokens / row.plan.predicted.tokens_per_s / SECONDS_PER_HOUR
+        dollars = None
+        if self.dollars_per_gpu_hour is not None:
+            dollars = hours * row.gpus * self.dollars_per_gpu_hour
+        return replace(row, days=hours / HOURS_PER_DAY, dollars=dollars)
 
 
 class FitRow(Record):
@@ -18,6 +43,9 @@ class FitRow(Record):
     why_not: str = ""
     hint: str = ""  # at the smallest change that makes a plan fit
     unknown: bool = False  # whether there was too little time to find a plan, or that there is none
+    # of the whole training, where it is known how long that is
+    days: PositiveFloat | None = None
+    dollars: PositiveFloat | None = None
 
     @property
     def seconds(self) -> float:
@@ -32,7 +60,7 @@ class Fit(Shown, Record):
 
     Where a model fits, those are half as many again and again, down to the first number at which it
     does not; where it does not fit, twice as many, up to the first at which it does; as far as
-    there is time.
+    there is time. Where it is known how long the training is, both, since more GPUs may pay.
     """
 
     model: str
@@ -40,6 +68,31 @@ class Fit(Shown, Record):
     others: tuple[FitRow, ...]
     # what was not looked at because the time ended: "microbatches of 4, 8"
     not_tried: tuple[str, ...] = ()
+    run: TrainingRun | None = None  # that is to be paid
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
+
+    @property
+    def rows(self) -> tuple[FitRow, ...]:
+        """All numbers of GPUs that were tried, the largest first."""
+        return tuple(sorted((self.asked, *self.others), key=lambda row: -row.gpus))
+
+    @property
+    def fastest_row(self) -> FitRow | None:
+        """The fewest GPUs that train in the least time; None where that is not known."""
+        known = [row for row in reversed(self.rows) if row.days is not None]
+        return min(known, key=lambda row: row.days or 0.0, default=None)
+
+    @property
+    def cheapest_row(self) -> FitRow | None:
+        """The GPUs that train for the least money, the faster of equal ones; None where that is not
+        known.
+        """
+        known = [row for row in self.rows if row.dollars is not None]
+        return min(known, key=lambda row: row.dollars or 0.0, default=None)
+
+    def paid(self, run: TrainingRun) -> "Fit":
+        """Return the answer with what a training takes and costs on each number of GPUs."""
+        others = tuple(map(run.paid, self.others))
+        return replace(self, asked=run.paid(self.asked), others=others, run=run)

@@ -61,6 +61,7 @@ class Plan(Shown, GrownRecord):
         "synchronous_usual",
         "instead_of",
         "slow_links",
+        "base_bits",
     }
 
     schema_version: Literal[1] = 1
@@ -71,6 +72,7 @@ class Plan(Shown, GrownRecord):
     autocast: Autocast | None = None  # stages run under torch.autocast
     # of the weights, which have copies in float32 that the optimizer steps
     master_weights: Autocast | None = None
+    base_bits: Literal[4] | None = None  # of each frozen weight beside adapters, as in the profile
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32

@@ -379,7 +379,9 @@ class Lengths(VaryingLengths):
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked", "uncut"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"lengths", "capture_checked", "uncut", "base_bits"}
+    )
 
     schema_version: Literal[1] = 1
     model: str
@@ -389,6 +391,9 @@ class Profile(Shown, GrownRecord):
     autocast: Autocast | None = None  # measured under torch.autocast, and to be trained so
     # of the weights, which have copies in float32 that the optimizer steps
     master_weights: Autocast | None = None
+    # Of each frozen weight beside adapters, in estimates alone; None where they are whole numbers
+    # of bytes.
+    base_bits: Literal[4] | None = None
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     # measured with deterministic algorithms, and to be trained so

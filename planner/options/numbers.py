@@ -2,6 +2,8 @@
 
 from argparse import ArgumentTypeError
 
+_FACTORS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}  # of numbers of tokens
+
 
 def is_count(text: str) -> bool:
     """Return whether the text is a whole number of 0 or more, in the digits that people type."""
@@ -15,11 +17,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def four_bits(text: str) -> int:
+    """Parse the bits of a quantized weight, of which only 4 are known."""
+    if text != "4":
+        raise ArgumentTypeError(f"'{text}' bits are not estimated, only 4")
+    return 4
+
+
 def token_count(text: str) -> int:
-    """Parse a number of tokens: "500k", "2M" or "65536"."""
-    number, factor = (
-        (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
-    )
+    """Parse a number of tokens: "500k", "2M", "15T" or "65536"."""
+    factor = _FACTORS.get(text[-1:], 1)
+    number = text if factor == 1 else text[:-1]
     try:
         found = round(float(number) * factor)
     except (OverflowError, ValueError):

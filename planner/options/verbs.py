@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.formats.link_names import BETWEEN_SERVERS, known_rate
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
-from planner.options.numbers import microbatch_counts, names, token_count
+from planner.options.numbers import four_bits, microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
 from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.options.training import TrainArguments
@@ -90,6 +90,20 @@ class FitOptions(SolveOptions):
     )
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
+    lora: int | None = option(
+        None,
+        "fine-tune with LoRA: train adapters of rank N on all linear layers but the head, beside a "
+        "frozen model",
+        "N",
+        least=1,
+    )
+    bits: Literal[4] | None = option(
+        None,
+        "with `lora`: keep the frozen linear layers in 4 bits (QLoRA), to say what fits and how "
+        "fast it would be; `plan train` does not run it",
+        "4",
+        parse=four_bits,
+    )
     batch_size: int | None = option(
         None,
         "samples of a microbatch: what one forward gets",
@@ -106,8 +120,22 @@ class FitOptions(SolveOptions):
         "global batch of about N tokens, in place of `minibatch`",
         "N",
         parse=token_count,
-        told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",
+        told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on; 16 samples where most "
+        "of the model is frozen",
         advanced=True,
+    )
+    train_tokens: int | None = option(
+        None,
+        "also say how many days a training on so many tokens takes, as in 15T, on these GPUs and "
+        "on others",
+        "N",
+        parse=token_count,
+    )
+    dollars_per_gpu_hour: float | None = option(
+        None,
+        "also say what that costs, where an hour of a GPU costs so many dollars",
+        "DOLLARS",
+        positive=True,
     )
     dtype: str | None = option(
         None,

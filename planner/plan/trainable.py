@@ -39,6 +39,17 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
         )
 
 
+def check_base(plan: Plan) -> None:
+    """Raise PlanError for a plan with a frozen base in fewer bits than the executor's."""
+    if plan.base_bits is not None:
+        raise PlanError(
+            f"the plan is for a frozen base in {plan.base_bits} bits, and the executor has it in "
+            f"half precision, which takes more memory",
+            hint="make a plan without `bits`; or train with transformers, peft and bitsandbytes, "
+            "where the plan says how fast that may be and what fits",
+        )
+
+
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
     check_divided(plan)

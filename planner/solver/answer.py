@@ -49,8 +49,12 @@ def answer(problem: Problem) -> Answer:
         order.sort(key=least_s.__getitem__)
 
     for number, degree in enumerate(order):
-        if trials.best_s < least_s[degree] or (trials.answers and problem.clock.passed):
+        if trials.best_s < least_s[degree]:
             trials.missed.append(degree)
+            continue
+        if trials.answers and problem.clock.passed:
+            trials.missed.append(degree)
+            trials.untried.append(degree)
             continue
         left = len(order) - number
         trials.search(degree, 1 / (min(left, 2) if drains else left))
@@ -66,6 +70,8 @@ class _DegreeTrials:
     obstacles: list[PlannerError] = field(default_factory=list)
     # degrees without a search, or whose search had too little time
     missed: list[int] = field(default_factory=list)
+    # those that may have the best plan, for which the time did not suffice
+    untried: list[int] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
@@ -85,6 +91,7 @@ class _DegreeTrials:
             self.obstacles.append(error)
             if not isinstance(error, InfeasibleError):
                 self.missed.append(degree)
+                self.untried.append(degree)
         else:
             self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
         budget.exhausted &= own.exhausted
@@ -109,6 +116,7 @@ class _DegreeTrials:
             min(bound_s, fastest.best.seconds),
             bound_of=_joined(bounds_of),
             cuts=fastest.cuts,
+            untried_degrees=tuple(sorted(self.untried)),
         )
 
     def _comparable_s(self, answer: Answer) -> float:

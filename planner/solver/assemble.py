@@ -74,6 +74,7 @@ def assemble(
         graph_hash=profile.graph_hash,
         autocast=profile.autocast,
         master_weights=profile.master_weights,
+        base_bits=profile.base_bits,
         memory_format=profile.memory_format,
         compiled=profile.compiled is not None,
         tf32=profile.tf32,

@@ -77,7 +77,8 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
         return
 
     tuning = problem.tuning
-    room = 0
+    least = int(problem.degree > 1)  # the communicator of the ranks that divide layers
+    room = least
     while True:
         pool.crowded = None
         pool.room = room
@@ -99,7 +100,7 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
 
     if pool.best is None:
         # Stages of one replica have few communicators.
-        yield replace(problem.with_room(0), most_replicas=1)
+        yield replace(problem.with_room(least), most_replicas=1)
 
 
 def _uncounted_communicators(problem: Problem, plan: Evaluation) -> int:

@@ -5,6 +5,7 @@ search.
 """
 
 import time
+from collections.abc import Sequence
 
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
@@ -42,7 +43,11 @@ def find_plan(request: Request) -> Plan:
     best = _settled(problem, answer(problem))
 
     report = report_of(problem, best, time.perf_counter() - started)
-    return complete(problem, best.best, report, accepts_loss=request.options.accept_divided_loss)
+    accepts = request.options.accept_divided_loss
+    plan = complete(problem, best.best, report, accepts_loss=accepts)
+    if best.untried_degrees:
+        plan = plan.noting(_untried_words(best.untried_degrees))
+    return plan
 
 
 @keywords_of(SolveOptions)
@@ -57,6 +62,15 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
         return find_plan(Request.of(profile, cluster, options))
     except UnexplainedError as error:
         raise error.explanation() from None
+
+
+def _untried_words(degrees: Sequence[int]) -> str:
+    """Say what the time did not suffice for: "layers divided over 4, 8 ranks: not tried"."""
+    parts = ["undivided layers"] if 1 in degrees else []
+    divided = [str(degree) for degree in degrees if degree > 1]
+    if divided:
+        parts.append(f"layers divided over {', '.join(divided)} ranks")
+    return f"{' and '.join(parts)}: not tried to the end, the time ended"
 
 
 def _settled(problem: Problem, found: Answer) -> Answer:

@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
-from planner.formats.fit import Fit, FitRow
+from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
@@ -35,6 +36,7 @@ class FitRequest:
         options: of each plan.
         clock: when all answers must be there.
         tuning: of each plan, and of how long the search for it may take.
+        run: the whole training, where it is to be paid: then more GPUs are tried, too.
     """
 
     profiles: Profiles
@@ -43,6 +45,7 @@ class FitRequest:
     options: SolveOptions
     clock: Clock
     tuning: Tuning = STANDARD
+    run: TrainingRun | None = None
 
     def about(self, profile: Profile, gpus: int, clock: Clock) -> Request:
         """Return the request for a plan of so many GPUs."""
@@ -85,6 +88,8 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
         others=tuple(sorted(others, key=lambda row: -row.gpus)),
         not_tried=(*search.not_tried, *missed),
     )
+    if request.run is not None:
+        answer = answer.paid(request.run)
     return answer, profile
 
 
@@ -170,7 +175,8 @@ class _SizeSearch:
         profile = profiles.at(size)
         if not self._worth_dividing(size, profile, best):
             return profile
-        if not self.clock.passed:
+        # Where no usual way fits, undivided layers have few good plans, whatever the time.
+        if not self.clock.passed or not self.sizes.any_fits:
             return profiles.divide(profile)
         if profiles.ranks > 1:
             self.not_tried.append("tensor parallelism")
@@ -238,10 +244,14 @@ def _other_numbers(
     clock = request.clock
     tuning = request.tuning.fit
     gpus = request.gpus
-    if asked.plan is not None:
-        counts = [gpus // 2**n for n in range(1, gpus.bit_length())]
+    fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
+    more = [gpus * 2**n for n in range(1, tuning.most_gpus_ratio.bit_length())]
+    if asked.plan is None:
+        counts = more
+    elif request.run is None:
+        counts = fewer
     else:
-        counts = [gpus * 2**n for n in range(1, tuning.most_gpus_ratio.bit_length())]
+        counts = _by_turns(more[: tuning.larger_counts], fewer)
 
     rows = list[FitRow]()
     took_s *= tuning.next_seconds_ratio
@@ -253,9 +263,18 @@ def _other_numbers(
         began_s = time.monotonic()
         rows.append(_row_beside(request, profile, count, clock.part(1 / (len(counts) - index))))
         took_s = time.monotonic() - began_s
-        if (rows[-1].plan is None) == (asked.plan is not None):
+        answered = rows[-1].plan is not None
+        if count < gpus and not answered:
+            break  # nor do fewer do
+        if asked.plan is None and answered:
             break
     return rows, []
+
+
+def _by_turns(more: Sequence[int], fewer: Sequence[int]) -> list[int]:
+    """Return numbers of GPUs from the nearest on, more and fewer by turns."""
+    pairs = zip_longest(more, fewer)
+    return [count for pair in pairs for count in pair if count is not None]
 
 
 def _gpus_words(counts: Sequence[int]) -> str:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import planner
 from planner.catalog.models import MODELS, NamedModel, find_model
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.model.spec import load_model_file
 
 HF = "needs the extra 'hf': pip install 'transformers>=4.50'"
@@ -199,3 +200,89 @@ def test_a_model_that_transformers_does_not_have_is_named(
     with pytest.raises(InputError) as caught:
         find_model(str(path)).tokens(None)
     assert caught.value.message == told
+
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+PEFT = "needs peft: pip install peft"
+# peft 0.21 asks transformers 5.24 by a name that it calls deprecated.
+OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+@OLD_NAME
+def test_a_folder_with_adapters_trains_nothing_else(tmp_path: Path) -> None:
+    """Rank times inputs and outputs of the seven linear layers of each block."""
+    pytest.importorskip("transformers", reason=HF)
+    pytest.importorskip("peft", reason=PEFT)
+    spec = load_model_file(str(NamedModel("small", SMALL).write(tmp_path, 16, lora_rank=4)))
+    model = spec.build_model()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    assert sum(each.numel() for each in trained.values()) == 8 * (4 * (256 + 256) + 3 * (256 + 512))
+
+    model(**spec.example_batch(3).kwargs).loss.backward()
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == set(
+        trained
+    )
+
+
+@OLD_NAME
+def test_fit_counts_what_is_trained(tmp_path: Path) -> None:
+    """Frozen weights have neither gradients nor optimizer state, and a minibatch is small; with 4
+    bits, most of the weights are a quarter as large.
+    """
+    pytest.importorskip("transformers", reason=HF)
+    pytest.importorskip("peft", reason=PEFT)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    weights = dict[int, int]()
+    for bits in (16, 4):
+        folder = tmp_path / str(bits)
+        asked: dict[str, Any] = {"bits": 4} if bits == 4 else {}
+        fitted = planner.fit(
+            tmp_path / "config.json", 2, gpu="rtx-4090", lora=4, length=16, place=folder, **asked
+        )
+        plan = fitted.asked.plan
+        assert plan is not None
+        assert plan.samples_per_update == (16, 16)
+        profile = planner.load_profile(folder / "profile.json")
+        frozen = [layer for layer in profile.layers if ".lora_" not in layer.name]
+        assert not any(layer.gradient_bytes or layer.optimizer_bytes for layer in frozen)
+        adapters = [layer for layer in profile.layers if ".lora_" in layer.name]
+        assert all(layer.gradient_bytes and layer.optimizer_bytes for layer in adapters)
+        weights[bits] = sum(
+            layer.weight_bytes for layer in frozen if layer.name.endswith(".base_layer")
+        )
+    assert weights[4] == pytest.approx(weights[16] * 4.127 / 16, rel=0.01)
+    quantized = planner.load_plan(tmp_path / "4" / "plan.json")
+    with pytest.raises(PlanError, match="a frozen base in 4 bits"):
+        planner.train(tmp_path / "4" / "model.py", quantized)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"bits": 4}, "`bits=4` is for frozen weights, and nothing is frozen\nhint: .*`lora=16`"),
+        ({"bits": 8, "lora": 4}, "`bits=8` is not estimated\nhint: give `bits=4`"),
+        ({"lora": 4}, "'model.py' says itself what is trained, so `lora=4` has no meaning"),
+        ({"lora": 0}, "`lora=0` is too small"),
+        (
+            {"dollars_per_gpu_hour": 2.0},
+            "`dollars_per_gpu_hour=2` is no price of a training whose length is unknown",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(
+    asked: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        planner.fit("model.py", 2, **asked)
+    assert not list(tmp_path.iterdir())

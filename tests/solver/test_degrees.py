@@ -12,6 +12,7 @@ import pytest
 from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
 from planner.cost.network.link import Link
+from planner.cost.overheads import COMMUNICATOR_BYTES
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on, profile_at
@@ -34,6 +35,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import parse_bytes
+from tests.cost.test_overheads import on_cuda
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
 from tests.solver.test_new_axes import random_model
@@ -356,3 +358,50 @@ def test_a_degree_that_had_too_little_time_does_not_hide_the_others(
     monkeypatch.setattr("planner.solver.answer.best_plan", partial(late, both=True))
     with pytest.raises(PlannerError, match="the time limit passed"):
         answer(problem)
+
+
+def test_degrees_that_the_time_did_not_suffice_for_are_named() -> None:
+    """As on a busy machine: the first degree has an answer, and the time is over before the next.
+
+    Replicas exchange gradients at the end, so that no degree's bound rules out the others.
+    """
+    layers = (layer(f"l{n}", 1, 2, output_bytes=10**8, weight_bytes=10**9) for n in range(8))
+    model = divided(profile(*layers), 2, 4)
+    asked = partial(solve, model, flat_cluster(8, 1e9), schedule="1f1b-flush", microbatches=8)
+    plan = asked(tensor=(1, 2, 4), time_limit_s=0.0)
+    assert plan.ranks_per_replica == 2
+    assert plan.notes == (
+        "undivided layers and layers divided over 4 ranks: not tried to the end, the time ended",
+    )
+
+    assert not asked(tensor=(1, 2, 4)).notes
+    assert not asked(tensor=(4,), time_limit_s=0.0).notes
+
+
+def test_groups_of_ranks_have_room_for_their_own_communicator() -> None:
+    """Of plans that divide layers none is chosen that lacks what the ranks of a group exchange by.
+
+    Memory is limited at every tenth of a communicator, so that some plans just fit without it.
+    """
+    layers = (
+        layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=10**8)
+        for n in range(4)
+    )
+    model = on_cuda(divided(profile(*layers), 2), context_bytes=3 * 10**8)
+    answers = 0
+    for memory_bytes in range(6 * 10**8, 20 * 10**8, COMMUNICATOR_BYTES // 10):
+        cluster = flat_cluster(4, 1e12, memory_bytes)
+        try:
+            plan = solve(
+                model,
+                cluster,
+                schedule="1f1b-flush",
+                microbatches=4,
+                tensor=(2,),
+                recompute="never",
+            )
+        except InfeasibleError:
+            continue
+        answers += 1
+        assert not any(map(plan.lacking_bytes, range(len(plan.stages)))), memory_bytes
+    assert answers > 20

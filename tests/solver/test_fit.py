@@ -12,7 +12,7 @@ import pytest
 from planner.api.planning import price
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.fit import Fit, FitRow
+from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.options.solving import SolveOptions
@@ -248,24 +248,85 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_time_did_not_suffice_for_is_said() -> None:
-    """As on a busy machine: two sizes of microbatches are looked at, and the best on the line
-    through them.
+    """As on a machine without any time: two sizes of microbatches are looked at, and the best on
+    the line through them.
     """
     sizes = (1, 2, 4, 8, 16)
 
     def slow(gpus: int) -> Cluster:
-        return flat_cluster(gpus, 1e4, 400 * MB)
+        return flat_cluster(gpus, 1e4, 800 * MB)
 
     answer, profile = fit(asked(2, slow, sizes=sizes, ranks=2, time_limit_s=0.0))
     assert profile == model(16)
-    assert answer.not_tried == ("microbatches of 4, 8", "tensor parallelism", "1 GPU")
-    text = fit_report(answer)
-    assert text.endswith(
-        "note: microbatches of 4, 8, tensor parallelism and 1 GPU: not tried, the time ended"
-    )
+    assert answer.not_tried == ("tensor parallelism", "1 GPU")
 
-    unhurried, _ = fit(asked(2, slow, sizes=sizes, ranks=2))
+    # The larger ones are less far apart, so that two of them may be about as fast as the answer's.
+    more_sizes = (1, 2, 4, 8, 16, 32, 64)
+    larger = replace(OPTIONS, minibatch=128)
+    answer, profile = fit(asked(2, slow, larger, sizes=more_sizes, time_limit_s=0.0))
+    assert profile == model(64)
+    assert answer.not_tried == ("microbatches of 16, 32", "1 GPU")
+    text = fit_report(answer)
+    assert text.endswith("note: microbatches of 16, 32 and 1 GPU: not tried, the time ended")
+
+    unhurried, same = fit(asked(2, slow, larger, sizes=more_sizes))
     assert unhurried.not_tried == ()
+    assert same == profile, "the same size as without any time"
+
+
+def test_few_sizes_are_estimated_however_many_there_are() -> None:
+    """The two smallest, the best on the line through them, and the one beside it."""
+    sizes = list[int]()
+
+    def profile_at(size: int) -> Profile:
+        sizes.append(size)
+        return model(size)
+
+    def fast(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 40_000 * MB)
+
+    many = replace(OPTIONS, minibatch=2 * 1024)
+    powers = [2**power for power in range(11)]
+    answer, _ = fit(asked(2, fast, many, profile_at, sizes=powers))
+    assert answer.asked.plan is not None
+    assert answer.asked.plan.microbatch_size == 1024
+    assert sizes == [1, 2, 1024, 512]
+
+
+def test_the_length_of_a_training_gives_days_and_cost_for_every_number_of_gpus() -> None:
+    """The more GPUs, the fewer days; where each adds less than the one before, the more dollars."""
+    run = TrainingRun(tokens=10**9, dollars_per_gpu_hour=2.0)
+
+    def tokens(size: int) -> Profile:
+        return model(size).model_copy(update={"tokens_per_sample": 1000})
+
+    def roomy(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e6, 400 * MB)
+
+    answer, _ = fit(replace(asked(8, roomy, estimate=tokens), run=run))
+    assert [row.gpus for row in answer.rows] == [32, 16, 8, 4, 2, 1]
+    fastest, cheapest = answer.fastest_row, answer.cheapest_row
+    assert fastest is not None
+    assert fastest.days is not None
+    assert cheapest is not None
+    assert cheapest.dollars is not None
+    for row in answer.rows:
+        assert row.plan is not None
+        assert row.days is not None
+        assert row.dollars is not None
+        seconds = 10**9 / 1000 / 32 * row.plan.predicted.seconds_per_minibatch
+        assert row.days == pytest.approx(seconds / 86400)
+        assert row.dollars == pytest.approx(seconds / 3600 * row.gpus * 2)
+        assert row.days >= fastest.days
+        assert row.dollars >= cheapest.dollars
+
+    text = fit_report(answer)
+    assert "a training on 1B tokens: 8 GPUs, " in text
+    assert f"fastest of these: {fastest.gpus} GPU" in text
+    assert f"cheapest of these: {cheapest.gpus} GPU" in text
+    without, _ = fit(asked(8, roomy, estimate=tokens))
+    assert [row.gpus for row in without.rows] == [8, 4, 2, 1]
+    assert "days" not in fit_report(without)
 
 
 def test_a_small_minibatch_is_that_of_every_row() -> None:

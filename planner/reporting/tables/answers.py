@@ -9,9 +9,11 @@ from planner.formats.fit import Fit
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
+from planner.reporting.tables.cost import cost_cells, cost_lines
 from planner.reporting.tables.device import unmeasured_words
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.utilisation import little_use_words
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
 from planner.stages.replicas import update_words
 from planner.units import (
@@ -151,10 +153,16 @@ def fit_report(answer: Fit) -> str:
         hint = answer.asked.hint or None
         parts = [named_values([("model", answer.model), ("fits", why), ("hint", hint)])]
     else:
-        verdict = "\n".join(verdict_lines(plan, simulated_limits(plan)))
+        limits = simulated_limits(plan)
+        verdict = "\n".join(verdict_lines(plan, limits))
         parts = [verdict, named_values(_head(answer, plan)), _ways(plan).text()]
+        parts += [f"note: {note}" for note in plan.notes]
+        if odd := little_use_words(plan, limits):
+            parts.append(f"warning: {odd}")
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
+    if cost := cost_lines(answer):
+        parts.append("\n".join(cost))
     if answer.not_tried:
         parts.append(f"note: {listing(answer.not_tried)}: not tried, the time ended")
     return "\n\n".join(parts)
@@ -198,6 +206,10 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
         ("baselines", words.best_baseline_line(plan)),
         ("kernels", unmeasured_words(plan.device)),
+        (
+            "search",
+            "stopped early: others could be faster" if words.stopped_early(plan) else None,
+        ),
         (
             "numbers",
             "estimated, on no GPU: docs/gpu-truth.md compares such estimates with published "
@@ -248,6 +260,8 @@ def _numbers_of_gpus(answer: Fit) -> Table:
             unit: "",
             "per GPU": "",
         }
+        if answer.run is not None:
+            cell |= cost_cells(row, answer.run)
         if (plan := row.plan) is not None:
             cell |= {
                 "split": _split(plan),
@@ -256,7 +270,7 @@ def _numbers_of_gpus(answer: Fit) -> Table:
             }
             cell["per GPU"] = format_rate(_per_s(plan) / plan.workers)
         cells.append(cell)
-    return table_of(cells, "rlrrr")
+    return table_of(cells, "rlrrrrr")
 
 
 def _split(plan: Plan) -> str:

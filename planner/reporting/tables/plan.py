@@ -151,11 +151,15 @@ def _limited_by(plan: Plan, limits: Limits | None) -> str:
     return f"{bottleneck_place(plan.predicted.bottleneck)}, by the cost model"
 
 
+def stopped_early(plan: Plan) -> bool:
+    """Whether a search was stopped before it knew that no other plan is faster."""
+    solver = plan.solver
+    return not solver.exhausted and solver.status != "optimal" and solver.name != GIVEN
+
+
 def _open_end(plan: Plan) -> str | None:
     """Say that a search was stopped before it knew; None where it was not."""
-    solver = plan.solver
-    stopped = not solver.exhausted and solver.status != "optimal" and solver.name != GIVEN
-    if stopped:
+    if stopped_early(plan):
         return "stopped early: others could be faster; -v shows the bound"
     return None
 
@@ -328,12 +332,14 @@ def options_words(record: Profile | Plan) -> str | None:
     autocast = f"autocast to {record.autocast}" if record.autocast else None
     if record.master_weights:
         autocast = f"weights in {record.master_weights}, with float32 masters"
+    frozen = f"frozen ones in {record.base_bits} bits" if record.base_bits else None
     flags = {
         "TF32": record.tf32,
         "compiled": record.compiled,
         "deterministic": record.deterministic,
     }
-    words = (autocast, record.memory_format, *(word for word, is_set in flags.items() if is_set))
+    set_flags = (word for word, is_set in flags.items() if is_set)
+    words = (autocast, frozen, record.memory_format, *set_flags)
     return ", ".join(word for word in words if word) or None
 
 

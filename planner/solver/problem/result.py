@@ -170,6 +170,8 @@ class Answer:
     bound_of: str = ""  # of which plans, where not of all
     # which were searched, where there are others than those along the profile's order
     cuts: str = ""
+    # numbers of ranks that divide layers, for which the time did not suffice
+    untried_degrees: tuple[int, ...] = ()
 
     def with_best(self, best: Evaluation) -> Answer:
         """Return the answer with another plan; no bound is above the time of a plan that exists."""

@@ -62,27 +62,29 @@ class Sizes:
     shared: int | None = None
     unseen: tuple[int, ...] = ()
 
+    @property
+    def any_fits(self) -> bool:
+        """Whether any usual way fits at a size that was looked at."""
+        return min(self.sample_s.values()) < math.inf
+
 
 def promising_sizes(profiles: Profiles, request: Request) -> Sizes:
-    """Look at ascending sizes until they are slower, do not fit, or the time ends.
+    """Look at few sizes, the most telling first: the two smallest, the one that should be the
+    fastest on the line through them, and what is beside the fastest, until that is slower.
 
-    On a size that is too small more is lost than by any search. So two sizes are looked at even
-    where no time is left, and the one that should be the fastest on the line through them. Where no
-    usual way fits at the smallest size, all sizes are worth a search.
+    On a size that is too small more is lost than by any search. So the first three are looked at
+    even where no time is left. Where no usual way fits at the smallest size, all sizes are worth a
+    search.
     """
     estimates = _Estimates(profiles, request)
     unseen = estimates.look_around()
-    if unseen:
-        promising = min(unseen, key=estimates.on_the_line)
-        estimates.look_at(promising, request.clock)
-        unseen = tuple(size for size in unseen if size != promising)
 
     sample_s = estimates.sample_s
     likely = min(sample_s, key=lambda size: sample_s[size])
     if math.isinf(sample_s[likely]):
         return Sizes(sample_s, tuple(profiles.sizes))
 
-    smaller = [size for size in reversed(sample_s) if size < likely]
+    smaller = [size for size in reversed(profiles.sizes) if size < likely]
     wanted = [likely, *smaller][: request.tuning.fit.most_sizes]
     shared = _shared_size(likely, profiles, request.options)
     if shared is not None:
@@ -96,46 +98,59 @@ class _Estimates:
 
     profiles: Profiles
     request: Request  # with the profile of any size
-    # in the order in which they were looked at
     sample_s: dict[int, float] = field(default_factory=dict)
 
     def look_around(self) -> tuple[int, ...]:
-        """Estimate ascending sizes until they are slower or do not fit; return those that no time
-        was left for.
-        """
-        clock = self.request.clock
-        seconds_each = self.request.tuning.answer.alternatives_s
-        for number, size in enumerate(self.profiles.sizes):
-            clock.progress.step = f"estimating microbatches of {size}"
-            if len(self.sample_s) > 1 and self.looks_slower(size):
-                return ()
-            if len(self.sample_s) > 1 and clock.passed:
-                return tuple(self.profiles.sizes[number:])
-            seconds = self.look_at(size, clock.at_most(seconds_each))
-            if seconds > min(self.sample_s.values()) or math.isinf(seconds):
-                return ()
+        """Estimate the sizes that are worth it; return those that no time was left for."""
+        sizes = self.profiles.sizes
+
+        # 1. Two sizes, and where the line through them has its least: the same on a busy machine.
+        self.look_at(sizes[0])
+        if len(sizes) == 1 or math.isinf(self.sample_s[sizes[0]]):
+            return ()
+        self.look_at(sizes[1])
+        promising = min(sizes, key=self.on_the_line)
+        if promising not in self.sample_s:
+            self.look_at(promising)
+
+        # 2. From the fastest one downhill, as far as there is time.
+        while (size := self._beside_the_fastest()) is not None:
+            if self.request.clock.passed:
+                return tuple(size for size in sizes if self._worth_a_look(size))
+            self.look_at(size)
         return ()
 
-    def look_at(self, size: int, clock: Clock) -> float:
+    def look_at(self, size: int) -> None:
         """Estimate a size; infinity where no usual way fits."""
-        self.sample_s[size] = self._fastest_sample_s(self.profiles.at(size), clock)
-        return self.sample_s[size]
-
-    def looks_slower(self, size: int) -> bool:
-        """Return whether a size need not be looked at, because on the line it is slower than the
-        one before it.
-        """
-        *_, before = self.sample_s
-        slower_s = self.sample_s[before] * (1 + self.request.tuning.fit.slower_size_share)
-        return self.on_the_line(size) > slower_s
+        clock = self.request.clock
+        clock.progress.step = f"estimating microbatches of {size}"
+        soon = clock.at_most(self.request.tuning.answer.alternatives_s)
+        self.sample_s[size] = self._fastest_sample_s(self.profiles.at(size), soon)
 
     def on_the_line(self, size: int) -> float:
-        """Return a sample's seconds, not simulated, with costs on the line through the last two
-        sizes.
+        """Return a sample's seconds, not simulated, with costs on the line through the two nearest
+        sizes that were looked at.
         """
-        *_, one, other = self.sample_s
+        nearest = sorted(self.sample_s, key=lambda seen: abs(math.log(seen / size)))
+        one, other = sorted(nearest[:2])
         profile = extended(self.profiles.at(one), self.profiles.at(other), size)
         return self._fastest_sample_s(profile, Clock.of(0.0))
+
+    def _beside_the_fastest(self) -> int | None:
+        """Return the next size above or below the fastest one that was not looked at, and need not
+        be slower by the line; None where there is none.
+        """
+        sizes = self.profiles.sizes
+        place = sizes.index(min(self.sample_s, key=lambda size: self.sample_s[size]))
+        beside = (*sizes[place + 1 : place + 2], *sizes[max(0, place - 1) : place])
+        return next(filter(self._worth_a_look, beside), None)
+
+    def _worth_a_look(self, size: int) -> bool:
+        """Return whether a size was not looked at, and may be about as fast as the fastest."""
+        if size in self.sample_s:
+            return False
+        slower_share = self.request.tuning.fit.slower_size_share
+        return self.on_the_line(size) <= min(self.sample_s.values()) * (1 + slower_share)
 
     def _fastest_sample_s(self, profile: Profile, clock: Clock) -> float:
         request = replace(self.request, profile=profile, clock=clock)
@@ -173,9 +188,9 @@ def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int 
 
 def extended(one: Profile, other: Profile, size: int) -> Profile:
     """Return the profile for microbatches of so many samples, on the line through those for two
-    smaller ones.
+    others.
 
-    But for what layers exchange: pipelines look faster than they are.
+    What layers exchange is that of `other`: for larger sizes pipelines look faster than they are.
     """
     first = one.microbatch_size or 1
     second = other.microbatch_size or 1

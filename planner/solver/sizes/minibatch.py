@@ -3,6 +3,9 @@
 Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1: 0.5, 1 and 2 million from no,
 1 and 5 billion parameters on. BLOOM (Le Scao et al. 2022) and Llama 3 (Llama team 2024): 4 million
 from 100 billion on.
+
+Where most of a model is frozen, adapters are trained: on minibatches of 16 samples, as in Dettmers
+et al. 2023, "QLoRA", appendix B, of models of 7 to 65 billion parameters.
 """
 
 import math
@@ -24,6 +27,9 @@ MINIBATCH_TOKENS: Mapping[float, int] = {
     0: 500_000,
 }
 HALVES = ("bfloat16", "float16")
+FINE_TUNED_SAMPLES = 16
+# Of the bytes of all weights: adapters have a hundredth of them or so.
+MOST_TRAINED_SHARE = 0.2
 
 
 def minibatch_for(
@@ -53,11 +59,20 @@ def minibatch_for(
         return MICROBATCHES_PER_GPU * gpus * microbatch * max(1, round(SAMPLES / microbatch))
 
     samples = (tokens or usual_tokens(profile)) / tokens_per_sample
+    if tokens is None and trains_adapters(profile):
+        samples = max(FINE_TUNED_SAMPLES, gpus * microbatch)
     step = math.lcm(microbatch, odd_part(gpus))
     if step > samples:
         step = microbatch
     doublings = max(0, round(math.log2(samples / step)))
     return step << doublings
+
+
+def trains_adapters(profile: Profile) -> bool:
+    """Return whether most of the model is frozen, so that little beside it is trained."""
+    weight_bytes = sum(layer.weight_bytes for layer in profile.layers)
+    trained_bytes = sum(layer.gradient_bytes for layer in profile.layers)
+    return 0 < trained_bytes < MOST_TRAINED_SHARE * weight_bytes
 
 
 def usual_tokens(profile: Profile) -> int:

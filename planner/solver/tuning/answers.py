@@ -67,8 +67,8 @@ class FitTuning:
     # Sizes of microbatches for which plans are sought.
     most_sizes: int = 2
 
-    # By which share slower the next size must look, on the line through two smaller ones, not to be
-    # estimated.
+    # By which share slower than the fastest size another one must look, on the line through two
+    # others, not to be estimated.
     slower_size_share: float = 0.05
 
     # Share of the least time. A usual way that is so near to it leaves nothing to divide layers
@@ -77,6 +77,10 @@ class FitTuning:
 
     # How many times as many GPUs as asked are tried where the model does not fit.
     most_gpus_ratio: int = 16
+
+    # How many larger numbers of GPUs are tried, each twice the one before, where a training is to
+    # be paid.
+    larger_counts: int = 2
 
     # How many times as long as the number of GPUs before a number may take, whatever its part of
     # the time: where little fits, what does is sought until there is some. It was twice as long for

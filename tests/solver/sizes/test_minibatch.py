@@ -46,6 +46,29 @@ def test_a_minibatch_has_as_many_tokens_as_such_models_are_trained_with(
     assert minibatch_for(SolveOptions(schedule=FLUSH), tokens, large, gpus) == samples
 
 
+@pytest.mark.parametrize(
+    ("trained_bytes", "gpus", "size", "samples"),
+    [
+        (10**8, 2, 1, 16),
+        (10**8, 2, 4, 16),
+        (10**8, 64, 1, 64),  # one for each GPU
+        (10**8, 12, 1, 12),
+        (10**8, 24, 1, 24),
+        (0, 2, 1, 1024),  # nobody knows what is trained
+        (15 * 10**9, 2, 1, 1024),
+    ],
+)
+def test_adapters_are_trained_on_small_minibatches(
+    trained_bytes: int, gpus: int, size: int, samples: int
+) -> None:
+    """However many parameters are frozen beside them."""
+    large = profile(layer("l", 1, 2, weight_bytes=32 * 10**9), microbatch_size=size)
+    frozen = large.layers[0].model_copy(update={"gradient_bytes": trained_bytes})
+    large = large.model_copy(update={"tokens_per_sample": 2048, "layers": (frozen,)})
+    assert minibatch_for(SolveOptions(schedule=FLUSH), None, large, gpus) == samples
+    assert minibatch_for(SolveOptions(schedule=FLUSH), 65536, large, 2) == 32
+
+
 def test_a_minibatch_is_given_once() -> None:
     asked = SolveOptions(schedule=FLUSH, minibatch=16)
     assert minibatch_for(asked, None, MODEL, 8) == 16
