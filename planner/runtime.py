@@ -264,7 +264,9 @@ class Accelerator(Runtime):
         free_bytes, _ = self.free_and_total_bytes(device)
         size_bytes = min(size_bytes, int(free_bytes * _MOST_OF_FREE))
         small = -(-min(size_bytes, _SMALL_BYTES) // _SMALL_PIECE_BYTES)
-        sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small] if size_bytes else []
+        sizes = []
+        if size_bytes:
+            sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small]
         # all at the same time
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         del held

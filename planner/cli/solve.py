@@ -153,7 +153,9 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     profile = ""
     if args.profile != str(arguments.PROFILE):
         profile = f" --profile {shlex.quote(args.profile)}"
-    train = f", or plan train MODEL.py{named}" if plan.trainable else ""
+    train = ""
+    if plan.trainable:
+        train = f", or plan train MODEL.py{named}"
     return f"next: plan report{named}{profile}{train}"
 
 

@@ -340,7 +340,8 @@ def _cluster(
         }
         for size, bandwidth, latency, reduced in zip_longest(sizes, bandwidths, latencies, reduces)
     ]
-    memory = parse_bytes(memory) if isinstance(memory, str) else memory
+    if isinstance(memory, str):
+        memory = parse_bytes(memory)
     try:
         return Cluster.model_validate(
             {"levels": levels, "memory_bytes": memory, "overlap": overlap}

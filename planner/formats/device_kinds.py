@@ -141,7 +141,9 @@ def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
     found = next((times for times in profile.kinds if times.name == kind.name), None)
     if found is None:
         names = ", ".join(times.name for times in profile.kinds)
-        called = "without a name" if kind.name is None else f"'{kind.name}'"
+        called = "without a name"
+        if kind.name is not None:
+            called = f"'{kind.name}'"
         raise ClusterError(
             f"the cluster has {kind.count} GPUs of a kind {called}, and the profile is of {names}",
             hint="name each of the cluster's `kinds` as in `profile=NAME=FILE`",

@@ -61,7 +61,9 @@ def usual_link(device: str) -> str:
 
 def usual_between(device: str) -> str:
     """Return the link that a server of such GPUs has to others."""
-    return _FAST_BETWEEN if device.lower() in _FAST else BETWEEN_SERVERS
+    if device.lower() in _FAST:
+        return _FAST_BETWEEN
+    return BETWEEN_SERVERS
 
 
 # Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring

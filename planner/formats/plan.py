@@ -128,7 +128,9 @@ class Plan(Shown, GrownRecord):
         Args:
             profile: that it was made from; profile.json where it is None.
         """
-        source = verb("load_profile")("profile.json") if profile is None else profile
+        source = profile
+        if profile is None:
+            source = verb("load_profile")("profile.json")
         return verb("compare")(source, self, **options)
 
     def report(self, output: Path | str | None = None, **options: Any) -> Path:

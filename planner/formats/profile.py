@@ -290,7 +290,9 @@ class LossMean(GrownRecord):
     def words(self) -> str:
         """What it is, for people."""
         if self.over == "labels":
-            first = ", each sample's first one left out" if self.shifted else ""
+            first = ""
+            if self.shifted:
+                first = ", each sample's first one left out"
             return f"mean over the labels that are not {self.ignored}{first}"
         return {
             "samples": "mean over samples",
@@ -343,7 +345,9 @@ class Fit(Record):
         lengths = (isqrt(8 * len(self.shares) + 1) - 3) // 2
         if any(self.shares[1 + lengths :]):
             return "quadratic"
-        return "linear" if any(self.shares[1:]) else "constant"
+        if any(self.shares[1:]):
+            return "linear"
+        return "constant"
 
 
 class LayerFits(Record):
@@ -518,7 +522,9 @@ class Profile(Shown, GrownRecord):
         profiles' digests.
         """
         known = any(layer.accumulate_s for layer in self.layers)
-        unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
+        unknown = None
+        if not known:
+            unknown = {"layers": {"__all__": {"accumulate_s"}}}
         return hashlib.sha256(
             self.model_dump_json(exclude=unknown, exclude_none=True).encode()
         ).hexdigest()

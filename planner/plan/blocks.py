@@ -102,7 +102,9 @@ def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
         equal = [each for each in times_s if abs(each - middle_s) <= ALIKE * middle_s]
         repeated_s += sum(equal) if len(equal) >= FEWEST_REPEATS else 0.0
     total_s = sum(map(_seconds, layers))
-    return repeated_s / total_s if total_s > 0 else 0.0
+    if total_s > 0:
+        return repeated_s / total_s
+    return 0.0
 
 
 def kind_of(layer: Layer) -> tuple[object, ...]:

@@ -149,7 +149,9 @@ def expected(profile: Profile) -> Profile:
 
 
 def _of_count(count: int | None, factor: float) -> int | None:
-    return None if count is None else round(count * factor)
+    if count is None:
+        return None
+    return round(count * factor)
 
 
 def _of_bytes(sizes: Sequence[int], factors: Sequence[float]) -> tuple[int, ...]:

@@ -46,7 +46,9 @@ def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
 
 def sample_parts(plan: Plan) -> int:
     """Return into how many parts the ranks of a group divide the samples of a microbatch."""
-    return plan.ranks_per_replica if plan.by_samples else 1
+    if plan.by_samples:
+        return plan.ranks_per_replica
+    return 1
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
@@ -87,7 +89,10 @@ def usual_degrees(profile: Profile, cluster: Cluster) -> tuple[int, ...]:
     """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a
     server.
     """
-    size = 1 if cluster.kinds or not cluster.joined else cluster.joined[0].size
+    if cluster.kinds or not cluster.joined:
+        size = 1
+    else:
+        size = cluster.joined[0].size
     return 1, *(costs.degree for costs in profile.tensor or () if size % costs.degree == 0)
 
 

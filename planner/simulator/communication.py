@@ -154,7 +154,9 @@ class Collective:
             joined.backward_start_s = start_s
             joined.backward_s = backward_s
         joined.arrived_s = max(joined.arrived_s, arrived_s)
-        return joined if joined.joined == len(self.joined) else None
+        if joined.joined == len(self.joined):
+            return joined
+        return None
 
     def leave(self, number: int) -> None:
         """Note that a replica has passed a round, which is forgotten when all have."""
@@ -258,7 +260,8 @@ class Communication:
         """Queue a part of a round, of this share of its bytes, that is ready on all replicas."""
 
         def arrived(start_s: float, end_s: float) -> None:
-            round_.start_s = start_s if round_.start_s is None else round_.start_s
+            if round_.start_s is None:
+                round_.start_s = start_s
             round_.carried |= end_s > start_s
             round_.parts_left -= 1
             if round_.parts_left == 0:

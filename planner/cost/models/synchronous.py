@@ -156,7 +156,9 @@ class SynchronousModel(CostModel):
 
     def _filling_s(self, work: Work) -> Floats:
         """Return the seconds of a backward that fill the bubble: 2W."""
-        share = 2 * WEIGHT_SHARE if self.schedule.splits_backward else 0.0
+        share = 0.0
+        if self.schedule.splits_backward:
+            share = 2 * WEIGHT_SHARE
         return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:

@@ -75,7 +75,9 @@ class Copies(Keeper):
         """Begin to log the run as a checkpointer does, on every host, and tell what happened."""
         # Worker 0 knows what the log beside checkpoints has, and says how long it took by its
         # clock.
-        line = describe(self._recovery, first, self._job) if self._rank == 0 else ""
+        line = ""
+        if self._rank == 0:
+            line = describe(self._recovery, first, self._job)
         line, text = json.loads(share(json.dumps([line, known.model_dump_json()]), self._group)[0])
         if line:
             self.events = (*self.events, line)

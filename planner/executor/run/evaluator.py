@@ -222,7 +222,9 @@ class Evaluator:
         each.
         """
         gathers = self._context.plan.stages[0].shards_gradients
-        sharding = self._context.stages[0].optimizer.sharding if gathers else None
+        sharding = None
+        if gathers:
+            sharding = self._context.stages[0].optimizer.sharding
         if sharding is None:
             return
         compute = self._context.place.compute
@@ -264,7 +266,9 @@ class Evaluator:
         for part in parts:
             sums.update(json.loads(part))
         counted = sums.pop(_WEIGHT)
-        loss = _finite(sums.pop("loss") / counted) if counted else None
+        loss = None
+        if counted:
+            loss = _finite(sums.pop("loss") / counted)
         samples = sum(self._data.sizes)
         means = {name: _finite(value / samples) for name, value in sums.items()}
         return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)

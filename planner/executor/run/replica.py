@@ -99,7 +99,9 @@ class StageReplica:
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part
         self._counts_in_norm = context.is_first_replica(stage.number) or has_part
-        self._loss_check = context.loss_check if stage.module.has_loss else None
+        self._loss_check = None
+        if stage.module.has_loss:
+            self._loss_check = context.loss_check
         # from their first message on
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)
         self._averaged = 1  # minibatches whose gradients the next update averages
@@ -195,7 +197,9 @@ class StageReplica:
             reached = [name for name in record.gradients if name in record.ends]
             roots = [record.ends[name] for name in reached]
             gradients: list[Tensor | None] = [record.gradients[name] for name in reached]
-            loss = None if record.loss is None else self._weighted(unit, record.loss)
+            loss = None
+            if record.loss is not None:
+                loss = self._weighted(unit, record.loss)
             if loss is not None and loss.requires_grad:
                 scaled = loss
                 if self.optimizer.scaler is not None:
@@ -298,10 +302,14 @@ class StageReplica:
         # Nothing counts in it: a mean over nothing is not a number, and has no backward.
         if not share and not self._together:
             return torch.zeros_like(loss.detach())
-        return loss if share == 1.0 else loss * share
+        if share == 1.0:
+            return loss
+        return loss * share
 
     def _share(self, unit: Unit) -> float:
-        return self._data.share(unit) if self._data.size(unit) else 0.0
+        if not self._data.size(unit):
+            return 0.0
+        return self._data.share(unit)
 
     def _counting(self, unit: Unit) -> Unit:
         """Return the unit, or the first one of its minibatch that counts where it does not."""

@@ -100,7 +100,9 @@ class StageOptimizer:
         self._spec = spec
         self._division = divided_weights(module)
         self.parameters = list(trained.values())
-        self.learning_rate_factor = learning_rate_factor if trained else 1.0
+        self.learning_rate_factor = 1.0
+        if trained:
+            self.learning_rate_factor = learning_rate_factor
         self.optimizer: Optimizer | None = None
         # of what optimizer() returned, for all parameters of the model
         self.groups_digest: int | None = None

@@ -76,7 +76,9 @@ class ValueSpec:
         """
         for dimension in self.expanded:
             value = value.narrow(dimension, 0, min(1, value.shape[dimension]))
-        return value if self._in_order else value.permute(self.order)
+        if self._in_order:
+            return value
+        return value.permute(self.order)
 
     def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:
         """Return the value, given a contiguous copy of what `to_wire` returned."""

@@ -112,7 +112,9 @@ def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModul
     autocast: dict[fx.Node, Region] = {}  # in the order that they were entered
     for node in list(module.graph.nodes):
         if node.target is torch._C._set_grad_enabled:
-            gradients = None if node.args[0] == usual else Region(bool(node.args[0]))
+            gradients = None
+            if node.args[0] != usual:
+                gradients = Region(bool(node.args[0]))
         elif node.target is _enter_autocast:
             # The tracer remembers no casts, and says so in the last argument; one process does.
             device_type, dtype, enabled, _ = node.args
@@ -177,7 +179,8 @@ def restored_after_failure(device_type: str) -> Iterator[None]:
     leaves them.
     """
     # Devices that compute nothing, such as meta, follow the CPU's rules.
-    device_type = device_type if device_type in known_kinds() else "cpu"
+    if device_type not in known_kinds():
+        device_type = "cpu"
     grad = torch.is_grad_enabled()
     cached = torch.is_autocast_cache_enabled()
     enabled = torch.is_autocast_enabled(device_type)

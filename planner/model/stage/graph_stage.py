@@ -213,7 +213,9 @@ class SegmentBuilder:
             with restored_after_failure(device.type):
                 return forward(device, *values)
 
-        run = forward_in_regions if self._region_writer.used else forward
+        run = forward
+        if self._region_writer.used:
+            run = forward_in_regions
         return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
 
     def _copy_layer(self, index: int, layer: GraphLayer) -> None:

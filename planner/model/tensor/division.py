@@ -101,7 +101,9 @@ class Regions:
     def _note_packing(self, product: fx.Node) -> None:
         """Note the values that a product computes several of as one, and what takes them apart."""
         cut = self._weights.get(weight_of(product))
-        packed = packing(product) if cut is not None and cut.blocks else None
+        packed = None
+        if cut is not None and cut.blocks:
+            packed = packing(product)
         if packed is not None:
             for value, dimension in packed.packed.items():
                 self._packed[value] = Cut(dimension, packed.blocks)
@@ -196,7 +198,10 @@ class Regions:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return self._added(node, copies)
-        copy = copies[node] if node in self._tokens else self._within(node, copies)
+        if node in self._tokens:
+            copy = copies[node]
+        else:
+            copy = self._within(node, copies)
         cut = self._packed.get(node, self._weights.get(node, Cut(0)))
         return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
 
@@ -399,7 +404,9 @@ UNDIVIDED = DividedWeights()
 def divided_weights(module: nn.Module) -> DividedWeights:
     """Return which weights of a stage are divided; none of any other module's."""
     found = getattr(module, "division", UNDIVIDED)
-    return found if isinstance(found, DividedWeights) else UNDIVIDED
+    if isinstance(found, DividedWeights):
+        return found
+    return UNDIVIDED
 
 
 def keep_parts(module: nn.Module) -> None:
@@ -497,14 +504,18 @@ def division_of(
         modules = {alias.rpartition(".")[0] for alias in aliases}
         style = _style(plan, modules - undivided)
         if name in experts:
-            style = EXPERTS if style_of(plan, name) == EXPERTS else None
+            style = None
+            if style_of(plan, name) == EXPERTS:
+                style = EXPERTS
         # the bias of a sum is added once
         if style is None or (parameter.dim() == 1 and style in ROWS):
             continue
 
         users = [node for module in modules for node in products.get(module, ())]
         own = [node for node in users if graph.names.parameter(weight_of(node)) in aliases]
-        packed = packing(users[0]) if style in COLUMNS and len(users) == 1 else None
+        packed = None
+        if style in COLUMNS and len(users) == 1:
+            packed = packing(users[0])
         blocks = packed.blocks if packed is not None else ()
         cut = Cut(_divided_dimension(own, style), blocks, style in GATHERED)
         if cut.divides(parameter.shape[cut.dimension], group.degree):
@@ -539,7 +550,9 @@ def _divided_dimension(products: Sequence[fx.Node], style: str) -> int:
     if not products:
         return 0
     product = PRODUCTS[products[-1].target]
-    return product.inputs if style in ROWS else product.outputs
+    if style in ROWS:
+        return product.inputs
+    return product.outputs
 
 
 def _uneven(name: str, size: int, cut: Cut, degree: int) -> PlanError:
@@ -573,7 +586,9 @@ def _heads(view: fx.Node, value: fx.Node) -> int:
     keeps it.
     """
     last = len(shape_of(value)) - 1
-    place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
+    place = None
+    if packet_of(view) in VIEWS:
+        place = dimension_of(view, {value: last})
     if place is None or place == len(shape_of(view)) - 1:
         return 0
     return int(shape_of(view)[place])

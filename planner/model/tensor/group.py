@@ -80,7 +80,9 @@ class TensorGroup:
         or a sum so far.
         """
         own = Shard(dimension)
-        whole = value if isinstance(value, DTensor) else self.enter(value)
+        whole = value
+        if not isinstance(value, DTensor):
+            whole = self.enter(value)
         assert isinstance(whole, DTensor)
         if whole.placements == (own,):
             return whole
@@ -299,7 +301,8 @@ class TensorGroup:
         # of the whole.
         shape = (*query.shape[:-1], key.shape[-2])
         noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
-        noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
+        if divides:
+            noise = noise.chunk(self.degree, dimension)[self.place]
         if enable_gqa:
             k, v = (_expanded(each, q.shape[-3]) for each in (k, v))
         root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)

@@ -184,7 +184,9 @@ def _walk(
 
         elif dimensions:
             dimension = opened.get(node, dimension_of(node, dimensions))
-            size = None if dimension is None else shape_of(node)[dimension]
+            size = None
+            if dimension is not None:
+                size = shape_of(node)[dimension]
             if dimension is None or not isinstance(size, int) or size % degree:
                 failed |= sources
             else:

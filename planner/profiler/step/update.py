@@ -71,7 +71,9 @@ def layer_updates(
             continue
         update = Update(spec, parameters, whole)
         update()  # which creates the state
-        update_s = clock.median_s(update, _UPDATES) if update.takes_any else 0.0
+        update_s = 0.0
+        if update.takes_any:
+            update_s = clock.median_s(update, _UPDATES)
         times.append((update_s, update.state_bytes))
     # All layers before any is repeated: the caches then hold other gradients, as in a training
     # step.

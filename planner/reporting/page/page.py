@@ -77,7 +77,9 @@ def report_page(
     """
     runs = [simulated] if measured is None else [simulated, measured]
     summary = summarize(simulated)
-    run = None if measured is None else compare_runs(simulated, measured)
+    run = None
+    if measured is not None:
+        run = compare_runs(simulated, measured)
     ran = None if run is None else run.measured
     timeline = fill(
         "timeline.html", timeline_section(runs, shown_workers(simulated))
@@ -152,7 +154,9 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
     workers = shown_workers(first)
     stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
     span = max(run.span_s for run in runs)
-    digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
+    digits = 0
+    if span > 0:
+        digits = max(0, _DIGITS - math.floor(math.log10(span)))
     rows = rows_of(runs, workers)
     return {
         "span_s": span,
@@ -212,7 +216,9 @@ def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
 def _column(values: Iterable[int]) -> list[int] | int:
     """Return the values, or the only value that they have."""
     found = list(values)
-    return found[0] if len(set(found)) == 1 else found
+    if len(set(found)) != 1:
+        return found
+    return found[0]
 
 
 def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] | None:
@@ -287,7 +293,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     ]
     with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
     causes = run_tables.bubble_causes(summary)
-    more = f"{with_ends}; waiting for {causes}" if causes else with_ends
+    more = with_ends
+    if causes:
+        more = f"{with_ends}; waiting for {causes}"
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:

@@ -74,7 +74,9 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
 
 def _signed(change: float) -> str:
     """Write a relative change: "-96%", "+150%"; one that rounds to nothing has no sign."""
-    return f"{change:+.0%}" if round(change, 2) else "0%"
+    if not round(change, 2):
+        return "0%"
+    return f"{change:+.0%}"
 
 
 def comparison_legend(comparison: Comparison) -> str:
@@ -97,7 +99,9 @@ def comparison_legend(comparison: Comparison) -> str:
     }
     for schedule, microbatches in dict.fromkeys(updates.values()):
         own = [name for name, update in updates.items() if update == (schedule, microbatches)]
-        named = ", ".join(own) if len(own) < len(others) else "all others"
+        named = "all others"
+        if len(own) < len(others):
+            named = ", ".join(own)
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append(
@@ -127,7 +131,9 @@ def comparison_legend(comparison: Comparison) -> str:
 
 def _updates_line(comparison: Comparison) -> str:
     """Say what rows are updates of, and whether they are of equally many samples."""
-    unit = "microbatches" if comparison.rows[0].samples_per_s is None else "samples"
+    unit = "samples"
+    if comparison.rows[0].samples_per_s is None:
+        unit = "microbatches"
     line = f"update: {unit} whose gradients make one update"
     if len({row.samples_per_update for row in comparison.rows}) > 1:
         line += ", which differ between rows: so do these trainings, not only in speed"
@@ -171,13 +177,17 @@ def fit_report(answer: Fit) -> str:
 def listing(words: Sequence[str]) -> str:
     """Write "a", "a and b", or "a, b and c"."""
     *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used = plan.predicted.flop_utilisation
     limit = plan.cluster.memory_bytes
-    full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
+    full = ""
+    if limit:
+        full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}"
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
         full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
     split = _split(plan)
@@ -186,7 +196,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         saved["a sharded optimizer's state"] = sum(
             stage.shards_optimizer_alone for stage in plan.stages
         )
-    of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
+    of_all = ""
+    if len(plan.stages) > 1:
+        of_all = f" of {len(plan.stages)} stages"
     saving = [
         f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count
     ]

@@ -9,7 +9,9 @@ def device_words(device: Device, own: str = "") -> str:
     """
     words = f"{device.name} ({device.kind}{own})"
     unmeasured = unmeasured_words(device)
-    return words if unmeasured is None else f"{words}; {unmeasured}"
+    if unmeasured is None:
+        return words
+    return f"{words}; {unmeasured}"
 
 
 def unmeasured_words(device: Device) -> str | None:

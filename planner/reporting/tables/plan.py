@@ -245,7 +245,9 @@ def row_update(way: OtherWay, plan: Plan) -> str:
 def update_range(samples: tuple[int, int]) -> str:
     """Write samples per update for a table: "128", or "4-28"."""
     least, most = samples
-    return f"{most}" if least == most else f"{least}-{most}"
+    if least == most:
+        return f"{most}"
+    return f"{least}-{most}"
 
 
 def other_update(way: OtherWay, plan: Plan) -> str:
@@ -329,7 +331,9 @@ def options_words(record: Profile | Plan) -> str | None:
     """List the options that are set: "autocast to bfloat16, channels-last, compiled"; None without
     any.
     """
-    autocast = f"autocast to {record.autocast}" if record.autocast else None
+    autocast = None
+    if record.autocast:
+        autocast = f"autocast to {record.autocast}"
     if record.master_weights:
         autocast = f"weights in {record.master_weights}, with float32 masters"
     frozen = f"frozen ones in {record.base_bits} bits" if record.base_bits else None
@@ -424,7 +428,9 @@ def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
     """
     if over_memory_bytes:
         return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
-    return "" if ratio is None else format_times(ratio)
+    if ratio is None:
+        return ""
+    return format_times(ratio)
 
 
 def _speed_up(plan: Plan) -> str:
@@ -485,7 +491,9 @@ def _solver(plan: Plan) -> str:
 
 def schedules_table(plan: Plan) -> Table:
     """Tabulate the best plan under each schedule."""
-    per_s = "microbatches/s" if plan.microbatch_size is None else "samples/s"
+    per_s = "samples/s"
+    if plan.microbatch_size is None:
+        per_s = "microbatches/s"
     rows = [
         {
             "schedule": str(way.schedule),

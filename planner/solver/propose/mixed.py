@@ -77,7 +77,10 @@ def _whole_models(problem: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence
     """
     leaner = Leaner(problem)
     cluster = problem.cluster
-    most = problem.microbatches if problem.schedule.divides else cluster.gpus
+    if problem.schedule.divides:
+        most = problem.microbatches
+    else:
+        most = cluster.gpus
 
     for ranks in {tuple(range(cluster.gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
         stage = everything_on(problem.layer_costs, cluster, sorted(ranks)[:most])
@@ -135,7 +138,10 @@ class _Lines:
             for path in _met_along(search, best_s, self.problem):
                 stages = stages_along(search.space, path)
                 self._met.append(stages)
-                seconds = _price_s(self.problem, stages) if true else path.seconds
+                if true:
+                    seconds = _price_s(self.problem, stages)
+                else:
+                    seconds = path.seconds
                 best_s = min(best_s, seconds)
             self.problem.clock.check()
         if true:
