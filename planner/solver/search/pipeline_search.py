@@ -135,7 +135,7 @@ class PipelineSearch:
         than is known.
         """
         problem = self.problem
-        roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
+        roomy = problem.with_cluster(replace(problem.cluster, memory_bytes=None))
         search = PipelineSearch(roomy, self.space)
         try:
             path = search.best()
