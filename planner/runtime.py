@@ -340,6 +340,7 @@ def known_kinds() -> tuple[str, ...]:
     """Return the kinds of device that this package can use, whether there is one here or not; "cpu"
     last.
     """
+    # Private; nothing public tells the name that a plug-in has given itself.
     plug_in = torch._C._get_privateuse1_backend_name()
     names = (*GPU_KINDS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES)
     return (*(name for name in dict.fromkeys(names) if name != "cpu"), "cpu")

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.gradients import Bucket, WholeBucket, chunks, copy_all
+from planner.executor.communication.gradients import Bucket, WholeBucket, chunks
 from planner.model.options import gradient_dtype
 from planner.model.tensor.row_exchange import Exchange, exchange_over
+from planner.model.torch_private import copy_all
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor
 # one by one on a CPU, and others as vectors, with other roundings: with aligned slices each element

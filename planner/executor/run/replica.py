@@ -26,6 +26,7 @@ from planner.executor.stage.split_backward import WeightGradients, input_gradien
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
 from planner.model.stage.stage import StageModule
+from planner.model.torch_private import divide_all, multiply_all
 from planner.schedule.instructions import Unit
 
 
@@ -174,9 +175,8 @@ class StageReplica:
         """
         if self.optimizer.scaler is not None:
             # A power of two, mostly 1, which on a GPU the host does not know: the product is exact.
-            torch._foreach_mul_(
-                list(values.values()), self.optimizer.scaler.scale / values.pop(SCALE)
-            )
+            factor = self.optimizer.scaler.scale / values.pop(SCALE)
+            multiply_all(list(values.values()), factor)
         self._units[unit].gradients.update(values)
 
     def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> Tensor | None:
@@ -270,7 +270,7 @@ class StageReplica:
                 for parameter in self.optimizer.parameters
                 if parameter.grad is not None
             ]
-            torch._foreach_div_(gradients, divisor)
+            divide_all(gradients, divisor)
 
     def norm_share(self) -> float:
         """Return this replica's part of the squared norm over all stages."""

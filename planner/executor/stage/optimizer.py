@@ -29,6 +29,7 @@ from planner.model.optimizer_part import (
 from planner.model.reference_optimizer import ReferenceOptimizer
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
+from planner.model.torch_private import multiply_all
 
 FIRST_SCALE = 2.0**16
 GROWTH = 2.0
@@ -275,7 +276,7 @@ class StageOptimizer:
             self.sharding.take_gradients()
         gradients = [stepped.grad for stepped in self._stepped.values() if stepped.grad is not None]
         if self.scaler is not None and not self._unscaled and gradients:
-            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+            multiply_all(gradients, 1 / self.scaler.scale)
             self._unscaled = True
 
 

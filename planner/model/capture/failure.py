@@ -160,6 +160,7 @@ def noting_places() -> Iterator[None]:
     """Let the tracer note with all that it assumes of sizes which line of the user's made
     it do so.
     """
+    # Private; the tracer notes places of its own choice, which are in libraries, too.
     located = ShapeEnv._get_sloc
 
     def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:

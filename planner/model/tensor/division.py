@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with gro
 
 _aten = torch.ops.aten
 
+Copies = dict[fx.Node, fx.Node]  # of a graph's nodes, in the code of a stage
+
 
 class Regions:
     """The operations of a piece of code whose results are DTensors; there are none without a group.
@@ -119,7 +121,7 @@ class Regions:
             enter = self._group.scatter
         return self._code.call_function(enter, (copy, self._tokens[node]))
 
-    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def made(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as it leaves the piece."""
         at_border = node in self._division.borders
         if node not in self._tokens or (at_border and not self._division.sends_parts):
@@ -128,7 +130,7 @@ class Regions:
             return self._code.call_method("to_local", (copies[node],))
         return copies[node]
 
-    def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    def reader(self, node: fx.Node, copies: Copies) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
         is_product = offsets_of(node) is not None
         reads_rows = is_product or not self._rows.keys().isdisjoint(node.all_input_nodes)
@@ -194,7 +196,7 @@ class Regions:
             return False
         return cut.gathered or sums(node, cut)
 
-    def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def whole(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return self._added(node, copies)
@@ -260,7 +262,7 @@ class Regions:
             for user in node.users
         )
 
-    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _within(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as operations on divided ones take it: with all tokens."""
         if is_tensor(node) and node in self._tokens:
             self._gathered[node] = self._once(self._group.gather, node, copies[node])
@@ -272,9 +274,7 @@ class Regions:
             return self._once(self._group.part, node, copies[node], cut.dimension)
         return self._once(self._group.enter, node, self._added(node, copies))
 
-    def _by_experts(
-        self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
+    def _by_experts(self, node: fx.Node, source: fx.Node, copies: Copies) -> fx.Node:
         """Return what an operation on the rows of a rank's experts reads in place of a value."""
         if source in self._rows:
             return copies[source]
@@ -296,7 +296,7 @@ class Regions:
         rows = self._once(routes, offsets, copies[offsets], whole)
         return self._once(take, source, whole, rows)
 
-    def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _added(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value with all of its rows, or with what all ranks add to its gradient."""
         by_samples = self._division.by_samples
         offsets = self._rows.get(node)

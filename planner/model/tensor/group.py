@@ -329,9 +329,8 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed: Tensor = torch.ops._c10d_functional.wait_tensor(
-            funcol.all_reduce(gradient, "sum", ctx.group)
-        )
+        sum_of_ranks = funcol.all_reduce(gradient, "sum", ctx.group)
+        summed: Tensor = funcol.wait_tensor(sum_of_ranks)  # type: ignore[no-untyped-call]
         return summed, None
 
 

@@ -196,6 +196,7 @@ def fake_group(size: int) -> Iterator[None]:
     """Let this process be the first of so many, of which no other is there: what it sends goes
     nowhere.
     """
+    # PyTorch's own tests use it; a group of ranks that are not there has no public name.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
