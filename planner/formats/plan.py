@@ -298,14 +298,8 @@ def _check_ranks(plan: Plan) -> None:
         )
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:
-        workers = len(set(stages))
-        repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
-        if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
-            raise ValueError(
-                f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan "
-                f"must"
-            )
-        stages = stages[:workers]
+        stages = _ranks_of_workers(plan, stages)
+
     ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds:  # a plan may leave slow devices idle
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
@@ -316,6 +310,17 @@ def _check_ranks(plan: Plan) -> None:
         raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) > plan.cluster.gpus:
         raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
+
+
+def _ranks_of_workers(plan: Plan, stages: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the ranks of the first stage of each worker, which its later stages must have, too."""
+    workers = len(set(stages))
+    repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
+    if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
+        raise ValueError(
+            f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must"
+        )
+    return stages[:workers]
 
 
 def load_plan(path: Path | str) -> Plan:

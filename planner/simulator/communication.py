@@ -217,18 +217,16 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
-        if isinstance(send, SendActivation):
-            ends = (send.stage, send.peer_stage)
-        else:
-            ends = (send.peer_stage, send.stage)
-        if isinstance(send, SendShared):
+        forward = isinstance(send, SendActivation)
+        shared = isinstance(send, SendShared)
+        ends = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
+        if shared:
             size_bytes: float = self._costs.shared_bytes[ends]
         else:
-            size_bytes = self._costs.transfer_bytes[ends][not isinstance(send, SendActivation)]
+            size_bytes = self._costs.transfer_bytes[ends][not forward]
             size_bytes *= self._costs.factor(self._costs.transfer_shares.get(ends, ()), send.unit)
-        queue = self._queue(
-            rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared)
-        )
+
+        queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, shared)
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)
 

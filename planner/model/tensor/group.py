@@ -173,11 +173,13 @@ class TensorGroup:
             sends = takes = [whole.shape[0] // self.degree] * self.degree
         else:
             sends, takes = torch.stack([given.sum(1), taken.sum(1)]).tolist()
-        own = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
-        order = own.repeat_interleave(taken.flatten(), output_size=sum(takes)).argsort(stable=True)
-        return Exchange(
-            taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes
-        )
+
+        # The rows that come, rank by rank, in the order of the experts.
+        experts = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
+        expert_of = experts.repeat_interleave(taken.flatten(), output_size=sum(takes))
+        order = expert_of.argsort(stable=True)
+        ends = taken.sum(0).cumsum(0).to(offsets.dtype)
+        return Exchange(ends, order, order.argsort(), sends, takes)
 
     def give(self, value: Tensor, rows: Exchange) -> Tensor:
         """Return the rows of this rank's experts, of the values of all ranks."""
