@@ -121,39 +121,49 @@ class StageReplica:
         if self._context.state_watch is not None:
             self._context.state_watch.check(unit.minibatch)
         record = self._units[unit]
-        device = self._context.place.compute
-        run = self._ddp or self.module
         if self._ddp is not None:
             # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
             self._ddp.require_backward_grad_sync = unit == own[-1]
         if self._data.size(unit) == 0 and not self._together:
-            extent = self._data.extent(unit)
-            for spec in self.module.sent:
-                record.outputs[spec.name] = torch.zeros(
-                    spec.shape(extent), dtype=spec.dtype, device=device
-                )
+            record.outputs = self._outputs_of_nothing(unit)
             return
+
         taken = self._counting(unit) if self._together else unit
         batch = None
         if self.module.needs_batch:
-            batch = self._data.batch(taken).to(device)
+            batch = self._data.batch(taken).to(self._context.place.compute)
+
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         self.module.set_random_key(
             self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch
         )
+        run = self._ddp or self.module
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
+
         if self._replica_buffers is not None and unit.minibatch in self._compared:
             self._buffer_readings += self._replica_buffers.readings(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
             self._loss_check.see(unit, self._own_units, batch, record.outputs, record.loss)
+
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless
         # a layer saved it.
         record.ends = {
-            name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad
+            name: get_gradient_edge(value)
+            for name, value in record.outputs.items()
+            if value.requires_grad
+        }
+
+    def _outputs_of_nothing(self, unit: Unit) -> dict[str, Tensor]:
+        """Return what other stages get of a microbatch without samples."""
+        device = self._context.place.compute
+        extent = self._data.extent(unit)
+        return {
+            spec.name: torch.zeros(spec.shape(extent), dtype=spec.dtype, device=device)
+            for spec in self.module.sent
         }
 
     def take_readings(self) -> list[Reading]:
