@@ -24,13 +24,11 @@ from planner.cli.main import build_parser
 from planner.cli.solve import complaints
 from planner.errors import ClusterError, InputError, UnitError
 from planner.formats.profile import Device
-from planner.formats.shown import VIEWS
 from planner.options.option import flag_of, options_in
 from tests.cli.in_process import plan as plan_verb
 
 ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
-NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 VERBS = (
     "profile",
     "solve",
@@ -395,15 +393,3 @@ def test_devices_are_found_in_any_case_and_suggested() -> None:
     with pytest.raises(InputError) as raised:
         planner.estimate(ROOT / "tests" / "docs" / "small_model.py", device="4090")
     assert raised.value.hint.startswith("did you mean rtx-4090?")
-
-
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    known: dict[str, Any] = {}
-    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "notebook", "exec"), known)
-    assert known["result"].minibatches == 20
-    assert (tmp_path / "report.html").exists()
-    assert VIEWS
