@@ -26,6 +26,7 @@ from planner.errors import ClusterError, InputError, UnitError
 from planner.formats.profile import Device
 from planner.options.option import flag_of, options_in
 from tests.cli.in_process import plan as plan_verb
+from tests.docs import small_model
 
 ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
@@ -393,3 +394,18 @@ def test_devices_are_found_in_any_case_and_suggested() -> None:
     with pytest.raises(InputError) as raised:
         planner.estimate(ROOT / "tests" / "docs" / "small_model.py", device="4090")
     assert raised.value.hint.startswith("did you mean rtx-4090?")
+
+
+def test_a_model_without_weights_is_estimated_as_its_file_is() -> None:
+    with torch.device("meta"):
+        model = small_model.build_model()
+    spec = planner.in_memory(
+        model,
+        example_batch=small_model.example_batch,
+        loss=small_model.loss,
+        optimizer=small_model.optimizer,
+    )
+    file = ROOT / "tests" / "docs" / "small_model.py"
+    described = planner.estimate(spec, batch_size=8, device="v100")
+    assert described.layers == planner.estimate(file, batch_size=8, device="v100").layers
+    assert all(parameter.is_meta for parameter in model.parameters())
