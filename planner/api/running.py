@@ -90,11 +90,12 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
 
 
 @keywords_of(EstimateArguments)
-def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
+def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 
     Args:
-        model: "model.py", or "model.py:builder" for another function than build_model.
+        model: "model.py", or "model.py:builder" for another function than build_model; or what
+            `in_memory` gives, whose model may be on the meta device.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -106,7 +107,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
-    spec = load_model_file(model)
+    spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
         device=asked.device or load_device(asked.device_file or "", dtype),
