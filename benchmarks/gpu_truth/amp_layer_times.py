@@ -2,9 +2,9 @@
 
 Nothing is estimated but what the times do not say. Of ranks that divide a layer, the times have the
 all-reduces. A backward takes twice its forward. The weights are 12 h² of a block (Vaswani et al.
-2017), with the hidden size of 1,024 of the first blocks. Jiang et al. 2021 ("TransGAN", section 3.2)
-double each side of the image twice, at a quarter of the hidden size, so the last blocks have 64, and
-all pass on as many numbers: 8 x 8 x 1,024 for a sample.
+2017), with the hidden size of 1,024 of the first blocks. Jiang et al. 2021 ("TransGAN", section
+3.2) double each side of the image twice, at a quarter of the hidden size. So the last blocks have
+64, and all pass on as many numbers: 8 x 8 x 1,024 for a sample.
 """
 
 from __future__ import annotations
