@@ -158,10 +158,11 @@ def _corrected_kinds(
 
 def _alike(one: DeviceKind, other: DeviceKind, same: float) -> bool:
     """Return whether two devices are of one kind, and about as fast."""
-    same_kind = (one.name, one.device, one.memory_bytes) == (
+    same_kind = (one.name, one.device, one.memory_bytes, one.link_ratios) == (
         other.name,
         other.device,
         other.memory_bytes,
+        other.link_ratios,
     )
     return same_kind and abs(one.speed / other.speed - 1) <= same
 

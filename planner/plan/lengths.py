@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from planner.formats.files import replace
 from planner.formats.plan_parts import PlannedLengths
-from planner.formats.profile import Fit, Lengths, Profile, VaryingLengths
+from planner.formats.profile import DegreeCosts, Fit, Lengths, Profile, VaryingLengths
 
 T = TypeVar("T")
 
@@ -139,26 +139,36 @@ def expected(profile: Profile) -> Profile:
         )
         for number, layer in enumerate(profile.layers)
     )
+
+    def divided(tensor: tuple[DegreeCosts, ...] | None) -> tuple[DegreeCosts, ...] | None:
+        return tensor and tuple(
+            replace(
+                each,
+                forward_s=tuple(map(mul, each.forward_s, forward)),
+                backward_s=tuple(map(mul, each.backward_s, backward)),
+                forward_reduced_bytes=_of_bytes(each.forward_reduced_bytes, outputs),
+                backward_reduced_bytes=_of_bytes(each.backward_reduced_bytes, outputs),
+            )
+            for each in tensor
+        )
+
     kinds = profile.kinds and tuple(
         replace(
-            each,
-            forward_s=tuple(map(mul, each.forward_s, forward)),
-            backward_s=tuple(map(mul, each.backward_s, backward)),
+            times,
+            forward_s=tuple(map(mul, times.forward_s, forward)),
+            backward_s=tuple(map(mul, times.backward_s, backward)),
+            tensor=divided(times.tensor),
         )
-        for each in profile.kinds
-    )
-    tensor = profile.tensor and tuple(
-        replace(
-            each,
-            forward_s=tuple(map(mul, each.forward_s, forward)),
-            backward_s=tuple(map(mul, each.backward_s, backward)),
-            forward_reduced_bytes=_of_bytes(each.forward_reduced_bytes, outputs),
-            backward_reduced_bytes=_of_bytes(each.backward_reduced_bytes, outputs),
-        )
-        for each in profile.tensor
+        for times in profile.kinds
     )
     tokens = mean_tokens(profile)
-    return replace(profile, layers=layers, kinds=kinds, tensor=tensor, tokens_per_sample=tokens)
+    return replace(
+        profile,
+        layers=layers,
+        kinds=kinds,
+        tensor=divided(profile.tensor),
+        tokens_per_sample=tokens,
+    )
 
 
 def _of_count(count: int | None, factor: float) -> int | None:

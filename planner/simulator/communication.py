@@ -58,7 +58,7 @@ class ClusterLinks:
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
         """Return the links that an all-reduce crosses, and its latency."""
         span = self.topology.span(ranks)
-        link = self.topology.link(span)
+        link = self.topology.link(span, ranks)
         links = dict.fromkeys(
             self._link(number, rank, sends)
             for number in range(span + 1)
@@ -88,7 +88,8 @@ class ClusterLinks:
     def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
         key = level, rank // self._sharers[level], sends
         if key not in self._links:
-            self._links[key] = LinkDirection(self._bandwidths[level])
+            rate = self._bandwidths[level] * self.topology.link_ratio(level, rank)
+            self._links[key] = LinkDirection(rate)
         return self._links[key]
 
 

@@ -132,6 +132,7 @@ class PipelineCosts:
         return (
             self.shape,
             self.cluster.levels,
+            tuple((kind.count, kind.link_ratios) for kind in self.cluster.kinds),
             self.cluster.overlap,
             self.stages,
             exchanged,

@@ -10,7 +10,7 @@ from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.cost import cost_cells, cost_lines
-from planner.reporting.tables.device import unmeasured_words
+from planner.reporting.tables.device import unmeasured_in_plan
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.utilisation import little_use_words
@@ -209,7 +209,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
             f"{plan.microbatch_size} at a time",
         ),
         ("stages run", words.options_words(plan)),
-        ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
+        ("GPUs", _gpus_line(plan)),
         ("links", links_line(plan)),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
         ("split", split + words.unused_gpus(plan) + "".join(saving)),
@@ -217,7 +217,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
         ("baselines", words.best_baseline_line(plan)),
-        ("kernels", unmeasured_words(plan.device)),
+        ("kernels", unmeasured_in_plan(plan)),
         (
             "search",
             "stopped early: others could be faster" if words.stopped_early(plan) else None,
@@ -228,6 +228,11 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
             "measurements",
         ),
     ]
+
+
+def _gpus_line(plan: Plan) -> str:
+    line = words.cluster_line(plan.cluster)
+    return line if plan.cluster.kinds else f"{plan.device.name}; {line}"
 
 
 def _ways(plan: Plan) -> Table:
@@ -266,7 +271,7 @@ def _numbers_of_gpus(answer: Fit) -> Table:
     cells = []
     for row in sorted(rows, key=lambda row: row.gpus, reverse=answer.asked.plan is not None):
         cell = {
-            "GPUs": f"{row.gpus}",
+            "GPUs": row.kinds or f"{row.gpus}",
             "split": "no plan fits",
             "memory": "",
             unit: "",
