@@ -41,7 +41,8 @@ HOSTS = "planner-hosts"
 # in the environment of an agent: see `Agent`
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # How long a start waits for further hosts once the fewest have come, after how many seconds a
-# silent one counts as gone, and how long the fewest are waited for.
+# silent one counts as gone (`silent_s` of the meeting's parameters says otherwise), and how long
+# the fewest are waited for.
 LAST_CALL_S = 3
 SILENT_S = 5
 JOIN_S = 600
@@ -171,7 +172,7 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
         params.local_addr,
         RendezvousTimeout(join=timedelta(seconds=JOIN_S), last_call=timedelta(seconds=LAST_CALL_S)),
         keep_alive_interval=1,
-        keep_alive_max_attempt=SILENT_S,
+        keep_alive_max_attempt=params.get_as_int("silent_s") or SILENT_S,
     )
     return Agent(meeting, params.local_addr)
 

@@ -68,7 +68,14 @@ def test_two_agents_agree_on_the_store_of_each_start(monkeypatch: pytest.MonkeyP
 
     def meet(is_host: bool) -> list[tuple[int, int, RendezvousStoreInfo | None]]:
         parameters = RendezvousParameters(
-            HOSTS, f"{address}:{port}", "run", 2, 2, local_addr=address, is_host=is_host
+            HOSTS,
+            f"{address}:{port}",
+            "run",
+            2,
+            2,
+            local_addr=address,
+            is_host=is_host,
+            silent_s=120,  # on a machine so busy that an agent cannot say for seconds that it is there
         )
         agent = rendezvous_handler_registry.create_handler(parameters)
         agents.append(agent)
