@@ -15,6 +15,8 @@ from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.utilisation import little_use_words
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
+from planner.solver.alternatives.simpler_ways import indistinct_share
+from planner.solver.tuning.record import STANDARD
 from planner.stages.replicas import update_words
 from planner.units import (
     SLACK,
@@ -230,9 +232,14 @@ def _ways(plan: Plan) -> Table:
             "",
         ]
     ]
+    # of the plan's speed, which estimates do not tell from it
+    most_share = 1 / (1 - indistinct_share(plan, STANDARD))
     for way in plan.baselines:
         share = share_of_speed(plan, way)
         over = way.over_memory_bytes
+        ratio = words.speed_over(1 / share, over)
+        if not over and 1 + SLACK < share <= most_share:
+            ratio += ", not told apart"
         rows.append(
             [
                 way.name,
@@ -240,7 +247,7 @@ def _ways(plan: Plan) -> Table:
                 format_bytes(way.memory_bytes),
                 words.row_update(way, plan),
                 "" if over else format_rate(_per_s(plan) * share),
-                words.speed_over(1 / share, over),
+                ratio,
             ]
         )
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
