@@ -208,7 +208,11 @@ def test_tuned_numbers_are_fields_of_one_record() -> None:
         "solver/search/integer/cbc.py": {"_FEASIBILITY", "_PR_SET_PDEATHSIG"},  # rounding; Linux
         "solver/search/integer/ilp_flow.py": {"SCALE"},  # the unit of time in a program
         "solver/search/levels/stage_bounds.py": {"ACTIVATIONS", "GRADIENTS", "MESSAGES"},  # rows
-        "solver/sizes/minibatch.py": {"FINE_TUNED_SAMPLES", "MINIBATCH_TOKENS", "MOST_TRAINED_SHARE"},  # a published table
+        "solver/sizes/minibatch.py": {
+            "FINE_TUNED_SAMPLES",
+            "MINIBATCH_TOKENS",
+            "MOST_TRAINED_SHARE",
+        },  # a published table
     }
     found = dict[str, set[str]]()
     for path in _modules("analysis", "solver"):

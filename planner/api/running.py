@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
+from planner.api.megatron import MegatronQuestion, answer_megatron, profiles_once
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -17,6 +18,7 @@ from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
+from planner.exports.megatron import MegatronRun, read_arguments
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit, TrainingRun
@@ -25,7 +27,7 @@ from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.options.option import keywords_of
+from planner.options.option import keywords_of, refuse
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
@@ -66,6 +68,7 @@ from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
+SEARCHING = 0.7  # share of the time for a search, before a string of Megatron's is priced
 
 
 @keywords_of(ProfilingOptions)
@@ -147,15 +150,51 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     device_spec(options.gpu, dtype)  # before anything is written
     _check_bits(options)
     _check_price(options)
+    megatron = None
+    if options.megatron is not None:
+        megatron = read_arguments(options.megatron)
+        options = _as_megatron_says(options, megatron)
     file = _model_file(model, options)
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
-    request = _fit_request(file, dtype, servers, options, clock)
+    request = _fit_request(file, dtype, servers, options, clock, megatron)
     sooner = leaving_time(request.about(request.profiles.smallest, servers.gpus, clock))
-    answer, profile = answer_fit(request.with_clock(sooner.clock))
+    searching = sooner.clock if megatron is None else sooner.clock.part(SEARCHING)
+    answer, profile = answer_fit(request.with_clock(searching))
     answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
+    if megatron is not None:
+        answer = _beside_megatron(answer, request, megatron)
     return _saved(answer, profile, file)
+
+
+def _as_megatron_says(options: FitOptions, run: MegatronRun) -> FitOptions:
+    """Return the options with what a string of Megatron's says; raise InputError where both say
+    it.
+    """
+    refuse(options, "megatron", "batch_size", "minibatch", "tokens", "tensor")
+    if run.length is not None:
+        refuse(options, "megatron", "length")
+    if run.dtype is not None:
+        refuse(options, "megatron", "dtype")
+    return replace(
+        options,
+        minibatch=run.global_batch,
+        length=run.length or options.length,
+        dtype=run.dtype or options.dtype,
+    )
+
+
+def _beside_megatron(answer: Fit, request: FitRequest, run: MegatronRun) -> Fit:
+    """Return the answer with the price of a string of Megatron's, and a better one."""
+    profiles = request.profiles
+    question = MegatronQuestion(
+        run,
+        request.cluster_of(request.gpus),
+        profiles_once(profiles.at, profiles.divide),
+        request.clock,
+    )
+    return replace(answer, trainer_run=answer_megatron(question, answer.asked.plan))
 
 
 def _check_bits(options: FitOptions) -> None:
@@ -194,9 +233,12 @@ def _fit_request(
     servers: Servers,
     options: FitOptions,
     clock: Clock,
+    megatron: MegatronRun | None,
 ) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
     degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
+    if megatron is not None:
+        degrees = sorted({*degrees, megatron.tensor})
     if options.bits is not None:
         degrees = []  # no library divides layers whose weights have 4 bits
     how = EstimateOptions(

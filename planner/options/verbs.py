@@ -104,6 +104,12 @@ class FitOptions(SolveOptions):
         "4",
         parse=four_bits,
     )
+    megatron: str | None = option(
+        None,
+        "price these options of Megatron-LM, as in '--tensor-model-parallel-size 8 "
+        "--micro-batch-size 1 --global-batch-size 256', say what limits them, and give better ones",
+        "OPTIONS",
+    )
     batch_size: int | None = option(
         None,
         "samples of a microbatch: what one forward gets",

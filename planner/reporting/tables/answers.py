@@ -13,6 +13,7 @@ from planner.reporting.tables.cost import cost_cells, cost_lines
 from planner.reporting.tables.device import unmeasured_words
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.trainer_run import trainer_run_report
 from planner.reporting.tables.utilisation import little_use_words
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
 from planner.solver.alternatives.simpler_ways import indistinct_share
@@ -161,6 +162,8 @@ def fit_report(answer: Fit) -> str:
         parts += [f"note: {note}" for note in plan.notes]
         if odd := little_use_words(plan, limits):
             parts.append(f"warning: {odd}")
+    if answer.trainer_run is not None:
+        parts.insert(0, trainer_run_report(answer.trainer_run))
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
     if cost := cost_lines(answer):
