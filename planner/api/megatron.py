@@ -2,8 +2,8 @@
 
 read        `planner.exports.megatron`
 price       the stages that it describes, simulated as any plan's
-better      the answer of the search, where Megatron has a form for it, and the same string with one or
-            two of its sizes changed; each is written, read and priced again as the string that it is
+better      the answer of the search, where Megatron has a form for it, and the same string with
+            other sizes; each is written, read and priced again as the string that it is
 """
 
 from collections.abc import Callable, Iterator
@@ -40,8 +40,8 @@ class MegatronQuestion:
     Attributes:
         run: the string, as it was read.
         cluster: that runs it.
-        profile_at: returns the profile for microbatches of so many samples, with the costs of layers
-            that ranks divide.
+        profile_at: returns the profile for microbatches of so many samples, with the costs of
+            layers that ranks divide.
         clock: when the answer must be there.
     """
 

@@ -100,8 +100,8 @@ class MegatronRun:
         each = self.tensor * self.pipeline
         if gpus % each:
             raise InputError(
-                f"{gpus} GPUs are no copies of {self.pipeline} stages of {self.tensor} ranks, which "
-                f"take {each} GPUs each",
+                f"{gpus} GPUs are no copies of {self.pipeline} stages of {self.tensor} ranks, "
+                f"which take {each} GPUs each",
                 hint=f"give `gpus={-(-gpus // each) * each}`, or other sizes in `megatron`",
             )
         copies = gpus // each

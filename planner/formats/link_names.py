@@ -42,9 +42,9 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
     "nvlink4": ("h100", "h200", "gh200"),
     "nvlink5": ("b200", "gb200", "b300"),
     "pcie3": ("titan-x", "titan-x-pascal", "p100", "v100-pcie"),
-    # One link of Infinity Fabric joins two MI300X, 48 of its 64 GB/s are achieved (AMD, "Understanding
-    # RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X", 2025), and PCIe 5 is as fast.
-    # Collectives of eight, which use seven links at once, are priced too slow.
+    # One link of Infinity Fabric joins two MI300X: 48 of its 64 GB/s are achieved (AMD,
+    # "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X", 2025), and PCIe 5
+    # is as fast. Collectives of eight, which use seven links at once, are priced too slow.
     "pcie5": ("rtx-5090", "rtx-pro-6000", "mi300x", "mi325x", "mi355x"),
     "4GB/s": ("t4", "l4", "a10g"),
 }

@@ -106,8 +106,8 @@ class FitOptions(SolveOptions):
     )
     megatron: str | None = option(
         None,
-        "price these options of Megatron-LM, as in '--tensor-model-parallel-size 8 "
-        "--micro-batch-size 1 --global-batch-size 256', say what limits them, and give better ones",
+        "price these options of Megatron-LM's command line, all in one pair of quotation marks, "
+        "say what limits them, and give better ones",
         "OPTIONS",
     )
     batch_size: int | None = option(
