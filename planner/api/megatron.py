@@ -8,7 +8,6 @@ better      the answer of the search, where Megatron has a form for it, and the 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 from planner.analysis.given_plan import price
@@ -211,15 +210,3 @@ def _fits(plan: Plan) -> bool:
 
 def _seconds(plan: Plan) -> float:
     return plan.predicted.seconds_per_minibatch
-
-
-def profiles_once(
-    estimate: Callable[[int], Profile], divide: Callable[[Profile], Profile]
-) -> Callable[[int], Profile]:
-    """Return a function that estimates each size of microbatches once, with divided layers."""
-
-    @cache
-    def profile_at(size: int) -> Profile:
-        return divide(estimate(size))
-
-    return profile_at

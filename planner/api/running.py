@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
-from planner.api.megatron import MegatronQuestion, answer_megatron, profiles_once
+from planner.api.megatron import MegatronQuestion, answer_megatron
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -187,11 +187,10 @@ def _as_megatron_says(options: FitOptions, run: MegatronRun) -> FitOptions:
 
 def _beside_megatron(answer: Fit, request: FitRequest, run: MegatronRun) -> Fit:
     """Return the answer with the price of a string of Megatron's, and a better one."""
-    profiles = request.profiles
     question = MegatronQuestion(
         run,
         request.cluster_of(request.gpus),
-        profiles_once(profiles.at, profiles.divide),
+        request.profiles.divided_at,
         request.clock,
     )
     return replace(answer, trainer_run=answer_megatron(question, answer.asked.plan))

@@ -177,7 +177,7 @@ class _SizeSearch:
             return profile
         # Where no usual way fits, undivided layers have few good plans, whatever the time.
         if not self.clock.passed or not self.sizes.any_fits:
-            return profiles.divide(profile)
+            return profiles.divided_at(size)
         if profiles.ranks > 1:
             self.not_tried.append("tensor parallelism")
         return profile
