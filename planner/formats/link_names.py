@@ -35,7 +35,10 @@ ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
 
 
 # Inside a server, by the GPU's name in estimates, where nothing else is known. T4, L4 and A10G of
-# clouds do not reach each other directly.
+# clouds do not reach each other directly. Nor do GeForce cards, as their driver has it: what they
+# send passes the host's memory, at 25.8 GB/s both ways together between RTX 4090 on 16 lanes of
+# PCIe 4 (tinygrad/open-gpu-kernel-modules, issue 6; 41.4 where they reach each other). The 3090 has
+# the same lanes, and the 5090 twice the rate per lane, of which nobody measured the share.
 _INSIDE: Mapping[str, tuple[str, ...]] = {
     "nvlink2": ("v100",),
     "nvlink3": ("a100", "a100-80gb"),
@@ -45,7 +48,9 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
     # One link of Infinity Fabric joins two MI300X: 48 of its 64 GB/s are achieved (AMD,
     # "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X", 2025), and PCIe 5
     # is as fast. Collectives of eight, which use seven links at once, are priced too slow.
-    "pcie5": ("rtx-5090", "rtx-pro-6000", "mi300x", "mi325x", "mi355x"),
+    "12.9GB/s": ("rtx-3090", "rtx-4090"),
+    "25.8GB/s": ("rtx-5090",),
+    "pcie5": ("rtx-pro-6000", "mi300x", "mi325x", "mi355x"),
     "4GB/s": ("t4", "l4", "a10g"),
 }
 BETWEEN_SERVERS = "100Gbps"

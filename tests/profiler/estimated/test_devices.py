@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.formats.link_names import usual_between, usual_link
+from planner.formats.link_names import link_bandwidth, usual_between, usual_link
 from planner.formats.profile import Device
 from planner.profiler.estimated.devices import DEVICES
 from planner.reporting.tables.device import device_words, unmeasured_words
@@ -49,6 +49,12 @@ def test_newer_ones_have_more_memory_and_no_less_speed(name: str, before: str) -
     assert newer.peak("bfloat16") >= older.peak("bfloat16")
     assert usual_between(name) in ("3200Gbps", "6400Gbps")
     assert usual_link(name) == usual_link(before)
+
+
+def test_cards_that_do_not_reach_each_other_have_half_of_their_lanes() -> None:
+    assert link_bandwidth(usual_link("rtx-4090")) == 12.9e9 < 0.6 * link_bandwidth("pcie4")
+    assert link_bandwidth(usual_link("rtx-5090")) == 25.8e9 < 0.6 * link_bandwidth("pcie5")
+    assert usual_link("rtx-pro-6000") == "pcie5"
 
 
 def test_answers_say_so() -> None:
