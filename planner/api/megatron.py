@@ -30,6 +30,7 @@ from planner.units import SLACK
 TENSOR_SIZES = (1, 2, 4, 8)
 PIPELINE_SIZES = (1, 2, 4, 8, 16)
 MOST_SIMULATED = 3  # of these strings, the fastest by the cost model
+LEAST_S = 2.0  # to simulate the given string and a better one, whatever the time
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def answer_megatron(question: MegatronQuestion, found: Plan | None) -> TrainerRu
         InputError: for a string that describes no run of this model on these GPUs.
         PlanError: for a model that Megatron does not divide.
     """
-    given = question.priced(question.run, question.clock.at_least(1.0))
+    given = question.priced(question.run, question.clock.at_least(LEAST_S))
     _written(given)
     better = _best(question, found)
     if better is not None and not _is_better(better, given):
@@ -124,13 +125,14 @@ def _recomputed(run: MegatronRun, blocks: int) -> bool | int:
 
 def _best(question: MegatronQuestion, found: Plan | None) -> Plan | None:
     """Return the fastest string that fits the memory, priced; None where none was found in time."""
-    runs = list(_others(question))
-    if found is not None:
-        runs += _as_run(found)
+    runs = [] if found is None else _as_run(found)
+    runs += _others(question)
 
     no_time = Clock.of(0.0)
     promising: list[tuple[float, MegatronRun]] = []
     for run in dict.fromkeys(runs):
+        if promising and question.clock.passed:
+            break
         plan = _priced(question, run, no_time)
         if plan is not None and _fits(plan):
             promising.append((_seconds(plan), run))
@@ -140,7 +142,7 @@ def _best(question: MegatronQuestion, found: Plan | None) -> Plan | None:
     for _, run in promising[:MOST_SIMULATED]:
         if best is not None and question.clock.passed:
             break
-        plan = _priced(question, run, question.clock.at_least(1.0))
+        plan = _priced(question, run, question.clock.at_least(LEAST_S))
         if plan is not None and (best is None or _seconds(plan) < _seconds(best)):
             best = plan
     return best
