@@ -11,18 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import ClusterError, InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.plan.rank_groups import groups_of
 from planner.solver.clock import Clock
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes
 from planner.solver.solve import solve, solve_unexplained
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.units import counted
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,30 @@ def _row_asked(request: FitRequest, profile: Profile, clock: Clock) -> FitRow:
 
 
 def _row_beside(request: FitRequest, profile: Profile, gpus: int, clock: Clock) -> FitRow:
-    """Solve for another number of GPUs, without explanations, which take searches."""
-    return _row(request.about(profile, gpus, clock), solve_unexplained)
+    """Solve for another number of GPUs, without explanations, which take searches.
+
+    Of the numbers of ranks that the user named, those count that so many GPUs make groups of.
+    """
+    asked = request.about(profile, gpus, clock)
+    named = asked.options.tensor
+    if not named:
+        return _row(asked, solve_unexplained)
+
+    possible = tuple(degree for degree in named if _makes_groups(asked.cluster, degree))
+    if not possible:
+        ranks = ", ".join(map(str, named))
+        few = counted(gpus, "GPU")
+        return FitRow(gpus=gpus, plan=None, why_not=f"no groups of {ranks} ranks in {few}")
+    options = replace(asked.options, tensor=possible)
+    return _row(asked.with_options(options), solve_unexplained)
+
+
+def _makes_groups(cluster: Cluster, degree: int) -> bool:
+    try:
+        groups_of(cluster, degree)
+    except ClusterError:
+        return False
+    return True
 
 
 def _row(request: Request, find: Callable[[Request], Plan]) -> FitRow:
@@ -167,6 +191,11 @@ class _SizeSearch:
             elif size != self.sizes.shared:
                 return
 
+    @property
+    def _asks_for_ranks(self) -> bool:
+        """Whether the user named numbers of ranks that divide layers."""
+        return max(self.request.options.tensor, default=1) > 1
+
     def _profile(self, size: int, best: Plan | None) -> Profile:
         """Return the profile for a size, with layers that ranks may divide where that may gain
         anything.
@@ -176,7 +205,8 @@ class _SizeSearch:
         if not self._worth_dividing(size, profile, best):
             return profile
         # Where no usual way fits, undivided layers have few good plans, whatever the time.
-        if not self.clock.passed or not self.sizes.any_fits:
+        needed = self._asks_for_ranks or not self.sizes.any_fits
+        if needed or not self.clock.passed:
             return profiles.divided_at(size)
         if profiles.ranks > 1:
             self.not_tried.append("tensor parallelism")
@@ -203,6 +233,8 @@ class _SizeSearch:
         where a usual way is as good as perfect balance. Layers with experts are divided for
         microbatches that ranks share.
         """
+        if self._asks_for_ranks:
+            return True
         if self.sizes.shared is not None:
             return size == self.sizes.shared
         if best is not None and not best.divides_layers:
