@@ -75,7 +75,7 @@ def answer_megatron(question: MegatronQuestion, found: Plan | None) -> TrainerRu
         PlanError: for a model that Megatron does not divide.
     """
     given = question.priced(question.run, question.clock.at_least(LEAST_S))
-    _written(given)
+    _check_same(question.run, given)
     better = _best(question, found)
     if better is not None and not _is_better(better, given):
         better = None
@@ -154,7 +154,7 @@ def _priced(question: MegatronQuestion, run: MegatronRun, clock: Clock) -> Plan 
     """
     try:
         plan = question.priced(run, clock)
-        _written(plan)
+        _check_same(run, plan)
         return plan
     except PlannerError:  # sizes that do not divide, of which a grid has many
         return None
@@ -163,9 +163,10 @@ def _priced(question: MegatronQuestion, run: MegatronRun, clock: Clock) -> Plan 
 def _as_run(found: Plan) -> list[MegatronRun]:
     """Return the answer of a search as a string says it, if Megatron has a form for it."""
     try:
-        return [replace(read_arguments(megatron_arguments(found)), layers=None)]
+        run = read_arguments(megatron_arguments(found))
     except (PlanError, InputError):
         return []
+    return [] if run.unknown else [replace(run, layers=None)]
 
 
 def _others(question: MegatronQuestion) -> Iterator[MegatronRun]:
@@ -194,6 +195,27 @@ def _others(question: MegatronQuestion) -> Iterator[MegatronRun]:
             recomputes=recomputes,
             sequence_parallel=run.sequence_parallel and tensor > 1,
         )
+
+
+def _check_same(run: MegatronRun, plan: Plan) -> None:
+    """Check that the string of a plan says the same as the one that it was priced for.
+
+    Raises:
+        PlanError: for a model that Megatron does not divide.
+        InputError: where ranks divide something else here than they do there.
+    """
+    written = read_arguments(megatron_arguments(plan))
+    if not written.unknown and _sizes(written) == _sizes(run):
+        return
+    raise InputError(
+        f"ranks that share '{plan.model}' divide its experts and the samples of a microbatch here, "
+        f"and whole layers in Megatron, so `megatron` has no price",
+        hint="ask without it, and compare the speeds",
+    )
+
+
+def _sizes(run: MegatronRun) -> tuple[int, ...]:
+    return run.tensor, run.pipeline, run.micro_batch, run.global_batch
 
 
 def _written(plan: Plan) -> str:

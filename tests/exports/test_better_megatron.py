@@ -140,6 +140,25 @@ def test_what_is_not_understood_is_named() -> None:
     assert "limited by" in text
 
 
+def test_ranks_that_divide_experts_have_no_price() -> None:
+    """In Megatron, the same size divides whole layers."""
+
+    def with_experts(size: int) -> Profile:
+        made = model(size)
+        assert made.tensor is not None
+        experts = (0, *([16, 0] * BLOCKS), 0)
+        known = [
+            costs.model_copy(update={"by_samples": True, "experts": experts})
+            for costs in made.tensor
+        ]
+        return made.model_copy(update={"tensor": tuple(known)})
+
+    text = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8"
+    question = MegatronQuestion(read_arguments(text), SERVERS(), with_experts, Clock())
+    with pytest.raises(InputError, match="divide its experts and the samples of a microbatch here"):
+        answer_megatron(question, None)
+
+
 def test_what_no_run_of_the_model_is_refused() -> None:
     with pytest.raises(InputError, match="8 layers are not divided equally over 3 stages"):
         stages_of(
