@@ -57,7 +57,9 @@ class Rules:
         recomputes = any(stage.options.recomputes for stage in stages)
         if recomputes and options.recompute == "never":
             return False
-        return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)
+        return problem.allowed_sharding.allows(stages[0].options.sharding) and problem.allows(
+            way.plan
+        )
 
 
 def with_baselines(plan: Plan, request: Request) -> Plan:
