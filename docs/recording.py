@@ -5,7 +5,9 @@ empty folder, with the repository's `profiles` beside them, and what the command
 This script types them again and replaces what they print. Those in PICTURES are drawn, too.
 `python -m docs.write_pages` then puts the sessions into the pages.
 
-Sessions about models by name need the package transformers.
+A script of the session's name, NAME.sh, prepares the folder; pages do not show it. An answer that
+would be another one on a slower machine is not recorded. Sessions about models by name need the
+package transformers, and those about adapters also peft.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -27,6 +29,8 @@ IMAGES = ROOT / "docs" / "images"
 PICTURES = ("fit-llama",)
 PROMPT = "$ "
 COLUMNS = 118
+# in answers that depend on how fast the machine is
+TIME_ENDED = ("the time ended", "stopped early")
 
 # of the drawn terminal, in pixels and seconds
 _CHARACTER, _LINE, _MARGIN = 7.25, 17, 14
@@ -41,34 +45,61 @@ def commands(session: str) -> list[str]:
     return re.findall(r"^\$ ((?:.*\\\n)*.*)", session, re.MULTILINE)
 
 
-def recorded(typed: Sequence[str]) -> str:
-    """Type commands into a shell, one after the other, and return the session."""
+def recorded(typed: Sequence[str], preparation: Path | None = None) -> str:
+    """Type commands into a shell, one after the other, and return the session.
+
+    Args:
+        typed: the commands. `cd FOLDER` holds for those after it.
+        preparation: a script that runs first in the same folder, with the repository's as argument.
+    """
     parts = []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "profiles").symlink_to(ROOT / "profiles")
-        plan = Path(folder) / "bin" / "plan"
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        (folder / "profiles").symlink_to(ROOT / "profiles")
+        plan = folder / "bin" / "plan"
         plan.parent.mkdir()
         plan.write_text(f'#!/bin/sh\nexec {sys.executable} -m planner "$@"\n', encoding="utf-8")
         plan.chmod(0o755)
         environment = {
             **os.environ,
-            "PATH": f"{plan.parent}:{os.environ['PATH']}",
+            "PATH": f"{plan.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "COLUMNS": str(COLUMNS),
         }
+        if preparation is not None:
+            _printed(f"bash {preparation} {ROOT}", folder, environment)
+
         for command in typed:
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                sys.exit(f"{command}\n{done.stderr}")
-            parts.append(f"{PROMPT}{command}\n{done.stdout.rstrip()}".rstrip())
+            if command.startswith("cd "):
+                folder /= command.removeprefix("cd ")
+                parts.append(f"{PROMPT}{command}")
+                continue
+            answer = _printed(command, folder, environment)
+            if any(words in answer for words in TIME_ENDED):
+                sys.exit(f"{command}\nits answer depends on how fast this machine is:\n{answer}")
+            parts.append(f"{PROMPT}{command}\n{answer.rstrip()}".rstrip())
     return "\n\n".join(parts) + "\n"
+
+
+def _printed(command: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """Return what a command prints in a folder; end this script where it fails."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{command}\n{done.stderr}")
+    return done.stdout
+
+
+def preparation_of(session: Path) -> Path | None:
+    """Return the script that prepares a session's folder, if it has one."""
+    script = session.with_suffix(".sh")
+    return script if script.exists() else None
 
 
 def picture(session: str) -> str:
@@ -125,7 +156,8 @@ def main(names: Sequence[str]) -> None:
     for path in sorted(SESSIONS.glob("*.txt")):
         if names and path.stem not in names:
             continue
-        session = recorded(commands(path.read_text(encoding="utf-8")))
+        typed = commands(path.read_text(encoding="utf-8"))
+        session = recorded(typed, preparation_of(path))
         path.write_text(session, encoding="utf-8")
         print(path.relative_to(ROOT))
         if path.stem in PICTURES:

@@ -15,6 +15,7 @@ In a page, what stands between one of these lines and the line `<!-- end -->` is
                                                        public names
     <!-- notebook: notebook.ipynb -->                  the cells of that notebook of docs/examples
     <!-- recording: solve-vgg -->                      a session of docs/recordings
+    <!-- recording: one-to-sixty-four 2 -->            its second command, with the answer
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -33,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+
+from docs.notebook import SVG, picture_name
 
 DOCS = Path(__file__).parent
 SCRIPTS = DOCS / "scripts"
@@ -93,22 +96,29 @@ def script(name: str) -> str:
 
 
 def notebook(name: str) -> str:
-    """Return the cells of a notebook of docs/examples: text, code and what it printed."""
-    cells = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
+    """Return the cells of a notebook of docs/examples: text, code, and what it printed and drew."""
+    path = EXAMPLES / name
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     parts = []
-    for cell in cells:
+    for number, cell in enumerate(cells):
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
+            if SVG in output.get("data", {}):
+                parts.append(f"![What the cell draws](images/{picture_name(path.stem, number)})")
+                continue
             printed = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
             parts.append(f"```text\n{printed}\n```")
     return "\n\n".join(parts)
 
 
 def recording(name: str) -> str:
-    """Return a session that `python -m docs.recording` made."""
-    path = RECORDINGS / f"{name}.txt"
-    return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
+    """Return a session that `python -m docs.recording` made, or one of its commands by number."""
+    session, _, number = name.partition(" ")
+    text = (RECORDINGS / f"{session}.txt").read_text(encoding="utf-8").strip()
+    if number:
+        text = re.split(r"\n+(?=\$ )", text)[int(number) - 1]
+    return f"```text\n{text}\n```"
 
 
 def api(module: str) -> str:

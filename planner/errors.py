@@ -110,7 +110,9 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     names = list(known)
     given = given.lower()
     alike = [name for name in names if given in name] or get_close_matches(given, names, 3)
-    return f"did you mean {' or '.join(alike)}? " if alike else ""
+    if not alike:
+        return ""
+    return f"did you mean {' or '.join(alike)}? "
 
 
 def first_line(error: BaseException) -> str:

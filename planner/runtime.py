@@ -264,7 +264,9 @@ class Accelerator(Runtime):
         free_bytes, _ = self.free_and_total_bytes(device)
         size_bytes = min(size_bytes, int(free_bytes * _MOST_OF_FREE))
         small = -(-min(size_bytes, _SMALL_BYTES) // _SMALL_PIECE_BYTES)
-        sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small] if size_bytes else []
+        sizes = []
+        if size_bytes:
+            sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small]
         # all at the same time
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         del held
@@ -338,6 +340,7 @@ def known_kinds() -> tuple[str, ...]:
     """Return the kinds of device that this package can use, whether there is one here or not; "cpu"
     last.
     """
+    # Private; nothing public tells the name that a plug-in has given itself.
     plug_in = torch._C._get_privateuse1_backend_name()
     names = (*GPU_KINDS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES)
     return (*(name for name in dict.fromkeys(names) if name != "cpu"), "cpu")

@@ -101,12 +101,16 @@ def format_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size * _NEARLY:
             return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds / 1e-9)} ns" if seconds else "0 s"
+    if not seconds:
+        return "0 s"
+    return f"{_digits(seconds / 1e-9)} ns"
 
 
 def format_rate(per_s: float) -> str:
     """Return a number per second for people: 12345.6 -> "12,346", 1.23456 -> "1.235"."""
-    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
+    if per_s >= 1000:
+        return f"{per_s:,.0f}"
+    return f"{per_s:.4g}"
 
 
 def format_times(ratio: float) -> str:
@@ -115,7 +119,9 @@ def format_times(ratio: float) -> str:
     """
     if ratio >= 1000:
         return "more than 1,000x"
-    return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
+    if ratio >= 0.01:
+        return f"{ratio:.2f}x"
+    return "less than 0.01x"
 
 
 def format_count(number: float) -> str:
@@ -160,7 +166,9 @@ def _scaled(value: float, unit: str) -> str:
 
 def _digits(value: float) -> str:
     """Return the number with three digits, never as 1e+03."""
-    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+    if abs(value) >= 999.5:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
 
 
 def _positive(value: float, what: str, text: str) -> float:

@@ -24,13 +24,12 @@ from planner.cli.main import build_parser
 from planner.cli.solve import complaints
 from planner.errors import ClusterError, InputError, UnitError
 from planner.formats.profile import Device
-from planner.formats.shown import VIEWS
 from planner.options.option import flag_of, options_in
 from tests.cli.in_process import plan as plan_verb
+from tests.docs import small_model
 
 ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
-NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 VERBS = (
     "profile",
     "solve",
@@ -397,13 +396,16 @@ def test_devices_are_found_in_any_case_and_suggested() -> None:
     assert raised.value.hint.startswith("did you mean rtx-4090?")
 
 
-@pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    known: dict[str, Any] = {}
-    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), "notebook", "exec"), known)
-    assert known["result"].minibatches == 20
-    assert (tmp_path / "report.html").exists()
-    assert VIEWS
+def test_a_model_without_weights_is_estimated_as_its_file_is() -> None:
+    with torch.device("meta"):
+        model = small_model.build_model()
+    spec = planner.in_memory(
+        model,
+        example_batch=small_model.example_batch,
+        loss=small_model.loss,
+        optimizer=small_model.optimizer,
+    )
+    file = ROOT / "tests" / "docs" / "small_model.py"
+    described = planner.estimate(spec, batch_size=8, device="v100")
+    assert described.layers == planner.estimate(file, batch_size=8, device="v100").layers
+    assert all(parameter.is_meta for parameter in model.parameters())

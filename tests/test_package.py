@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 
 from planner.version import __version__
+from setup import description
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
@@ -21,7 +24,7 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with both, built from a copy without the version control's files."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(
         ROOT / "planner", tree / "planner", ignore=shutil.ignore_patterns("__pycache__")
@@ -61,8 +64,39 @@ def test_the_source_distribution_builds_the_same_package(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
         "pyproject.toml",
+        "setup.py",
         "README.md",
         "LICENSE",
         "planner/py.typed",
         "planner/reporting/page/html/page.js",
     } <= names
+
+
+def test_the_page_on_the_package_index_has_only_links_that_work_there(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        metadata = message_from_string(archive.read(name).decode())
+    page = metadata.get_payload()
+    assert isinstance(page, str)
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "planner finds the fastest way to train" in page
+    targets = re.findall(r"\]\(([^()\s]+)\)", page)
+    assert targets  # badges
+    assert [each for each in targets if not each.startswith(("https://", "#"))] == []
+    assert "<!--" not in page
+
+
+def test_relative_links_become_names_or_lead_to_the_repository() -> None:
+    readme = (
+        "[![CI](../../ci.svg)](../../ci.yml)\n[![P](https://x/p)](LICENSE)\n"
+        "<!-- a note -->\n\n[a page](docs/a.md#b), [a site](https://y), [below](#here), "
+        "![what is seen](docs/a.png)\n"
+    )
+    assert description(readme) == (
+        "![P](https://x/p)\na page, [a site](https://y), [below](#here), *what is seen*\n"
+    )
+    assert description(readme, "https://forge/us") == (
+        "![P](https://x/p)\n[a page](https://forge/us/blob/HEAD/docs/a.md#b), [a site](https://y), "
+        "[below](#here), ![what is seen](https://forge/us/raw/HEAD/docs/a.png)\n"
+    )

@@ -15,6 +15,7 @@ from tabulate import tabulate
 from benchmarks.gpu_truth import (
     aceso,
     amp,
+    amp_layer_times,
     bigscience,
     calculon,
     dgxc,
@@ -40,6 +41,8 @@ SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
 # Clusters whose links are not what their data sheet says.
 LINKS: Mapping[str, Callable[[], Iterator[Row]]] = {
     "amp": amp.rows,
+    "amp v100": amp_layer_times.rows,
+    "amp mixed": amp.mixed_rows,
     "bigscience": bigscience.rows,
     "bigscience by data sheet": bigscience.rows_by_data_sheet,
 }

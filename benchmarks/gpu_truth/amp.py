@@ -1,7 +1,9 @@
-"""AMP's runs of GPT-2 of 345 million parameters on 16 T4, four to a server, by DeepSpeed.
+"""AMP's runs of GPT-2 of 345 million parameters by DeepSpeed, on 16 T4, and on 12 V100 and 4 T4, in
+servers of four.
 
 Estimated by shapes: weights in half precision, gradients summed in single, nothing recomputed or
-sharded. GPUs of such a server do not reach each other directly.
+sharded. GPUs of a server of T4 do not reach each other directly. Of mixed GPUs, the last server is
+the one of T4, and all have the links that AMP states for such servers.
 """
 
 from __future__ import annotations
@@ -22,48 +24,91 @@ from benchmarks.gpu_truth.rows import (
     unfused,
     without_overlap,
 )
-from planner.formats.cluster import hierarchical_cluster
+from planner.formats.cluster import Cluster, DeviceKind, hierarchical_cluster
+from planner.formats.device_kinds import profile_of_kinds
+from planner.formats.files import replace
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
 
 _SERVERS, _PER_SERVER = 4, 4
 _BLOCKS = 24
+_P3_INSIDE, _P3_BETWEEN = 170e9 / 8, 10e9 / 8  # bytes per second, as AMP states them
+_G4_BETWEEN = 50e9 / 8
 
 Record = dict[str, str]
 
 
 def rows() -> Iterator[Row]:
     """Yield the rows that were measured, on 16 T4."""
+    for record in _records("homogeneous"):
+        yield _row("amp", "16 T4", record)
+
+
+def mixed_rows() -> Iterator[Row]:
+    """Yield the rows that were measured, on 12 V100 and 4 T4; none where all are kept elsewhere."""
+    for record in _records("het_cluster"):
+        yield _row("amp mixed", "12 V100 and 4 T4", record)
+
+
+def _records(job: str) -> Iterator[Record]:
     with (ANCHORS / "amp-mixed-cluster.csv").open(encoding="utf-8") as file:
         for record in csv.DictReader(file):
-            if record["job"] == "homogeneous" and record["outcome"] == "ok":
-                yield _row(record)
+            if record["job"] == job and record["outcome"] == "ok":
+                yield record
 
 
-def _row(record: Record) -> Row:
+def _row(source: str, gpus: str, record: Record) -> Row:
     tp, dp, pp, micro = (record[name] for name in ("tp", "dp", "pp", "micro_batch"))
     return Row(
-        "amp",
-        f"GPT-2 345M, 16 T4, batch {record['global_batch']}",
+        source,
+        f"GPT-2 345M, {gpus}, batch {record['global_batch']}",
         f"pp {pp}, dp {dp}, tp {tp}, microbatch {micro}",
         float(record["measured_iteration_seconds"]),
-        partial(_predict, record),
+        partial(predicted if source == "amp" else predicted_on_mixed, record),
         spec=device("t4"),
     )
 
 
-def _predict(record: Record, spec: DeviceSpec) -> Prediction:
-    tp, dp = int(record["tp"]), int(record["dp"])
-    profile = _profile(record, spec)
-    if tp > 1:
-        part = _profile(record, spec, tp)
-        profile = divided(profile, {tp: part}, layer_reduces(_BLOCKS, again=False))
+def predicted(record: Record, spec: DeviceSpec) -> Prediction:
+    """Predict a run on GPUs of one kind."""
     between = float(record["inter_server_bits_per_s_assumed_by_authors"]) / 8
     cluster = hierarchical_cluster((_PER_SERVER, _SERVERS), (PCIE, between))
+    return _priced(record, _divided_profile(record, spec), cluster)
+
+
+def predicted_on_mixed(record: Record, t4: DeviceSpec) -> Prediction:
+    """Predict a run on three servers of V100 and one of T4."""
+    profiles = {
+        "v100": _divided_profile(record, device("v100")),
+        "t4": _divided_profile(record, t4),
+    }
+    return _priced(record, profile_of_kinds(profiles), mixed_cluster())
+
+
+def mixed_cluster() -> Cluster:
+    """Return three servers of V100, and one of T4, which is slower inside and faster outside."""
+    cluster = hierarchical_cluster((_PER_SERVER, _SERVERS), (PCIE, _P3_BETWEEN))
+    v100 = DeviceKind(name="v100", count=12, link_ratios=(_P3_INSIDE / PCIE, 1.0))
+    t4 = DeviceKind(name="t4", count=4, link_ratios=(1.0, _G4_BETWEEN / _P3_BETWEEN))
+    return replace(cluster, kinds=(v100, t4))
+
+
+def _priced(record: Record, profile: Profile, cluster: Cluster) -> Prediction:
+    tp, dp = int(record["tp"]), int(record["dp"])
     stages = [OwnStage(blocks=count, replicas=dp, tensor=tp) for count in _blocks(record)]
     microbatches = int(record["microbatches_per_replica"]) * dp
     return Prediction(without_overlap(price(profile, cluster, stages, microbatches)))
+
+
+def _divided_profile(record: Record, spec: DeviceSpec) -> Profile:
+    """Return the profile with what one of the ranks does that divide layers."""
+    tp = int(record["tp"])
+    profile = _profile(record, spec)
+    if tp == 1:
+        return profile
+    part = _profile(record, spec, tp)
+    return divided(profile, {tp: part}, layer_reduces(_BLOCKS, again=False))
 
 
 def _blocks(record: Record) -> list[int]:

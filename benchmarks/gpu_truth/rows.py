@@ -166,8 +166,10 @@ def half_precision() -> Execution:
 
 
 def unfused() -> Execution:
-    """Return how GPUs run in half precision with master weights and PyTorch's own kernels."""
-    return Execution("cuda", None, master_weights=True, sums_in_half=True)
+    """Return how GPUs run in half precision with master weights and PyTorch's own kernels, with
+    gradients that are summed and all-reduced in single precision.
+    """
+    return Execution("cuda", None, master_weights=True)
 
 
 def anchors(name: str) -> Any:

@@ -200,7 +200,9 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     *inner, last = cluster.levels
     size = cluster.gpus // last.size
     levels = (*inner, replace(last, size=last.size + 1))
-    what = f"one more group of {size} GPUs" if inner else "one more GPU"
+    what = "one more GPU"
+    if inner:
+        what = f"one more group of {size} GPUs"
     if not cluster.kinds:
         yield what, replace(cluster, levels=levels)
     for number, kind in enumerate(cluster.kinds):

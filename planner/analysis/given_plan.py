@@ -205,6 +205,7 @@ def price(
     )
     request = Request(profile, cluster_for(profile, cluster), options, clock)
     _check_chunks(own, options.chunks_per_gpu)
+    _check_group_sizes(own, cluster)
     _check_versions(own, request.setting.microbatches)
     stages = _candidates(request.layer_costs, own.stages)
     return priced_plan(request, stages, accepts_loss=accepts_loss)
@@ -221,6 +222,20 @@ def _check_chunks(own: OwnPlan, chunks: int) -> None:
         raise InputError(
             f"under {own.schedule} all stages have the same number of replicas",
             hint="give `replicas` once for all",
+        )
+
+
+def _check_group_sizes(own: OwnPlan, cluster: Cluster) -> None:
+    """Raise ClusterError for groups of several sizes where GPUs or links differ."""
+    sizes = [stage.ranks_per_replica for stage in own.stages]
+    if len(set(sizes)) == 1:
+        return
+    where = "on GPUs of several kinds" if cluster.kinds else "on several levels"
+    if cluster.kinds or len(cluster.joined) > 1:
+        raise ClusterError(
+            f"{where} the groups of all stages have one size, and not "
+            f"{', '.join(map(str, sizes))} ranks",
+            hint="give each stage as many ranks per replica",
         )
 
 

@@ -137,7 +137,10 @@ def _corrected_kinds(
     """Return the kinds of devices by rank, where some are not as fast as planned."""
     kinds: list[DeviceKind] = []
     for rank in range(cluster.gpus):
-        usual = cluster.kind_of(rank) if cluster.kinds else DeviceKind(count=1)
+        if cluster.kinds:
+            usual = cluster.kind_of(rank)
+        else:
+            usual = DeviceKind(count=1)
         speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
         if abs(speed - 1) <= same:
             speed = 1.0
@@ -155,10 +158,11 @@ def _corrected_kinds(
 
 def _alike(one: DeviceKind, other: DeviceKind, same: float) -> bool:
     """Return whether two devices are of one kind, and about as fast."""
-    same_kind = (one.name, one.device, one.memory_bytes) == (
+    same_kind = (one.name, one.device, one.memory_bytes, one.link_ratios) == (
         other.name,
         other.device,
         other.memory_bytes,
+        other.link_ratios,
     )
     return same_kind and abs(one.speed / other.speed - 1) <= same
 

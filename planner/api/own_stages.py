@@ -120,7 +120,9 @@ def _replicas(given: Any, stages: int, most: int) -> list[Replicas]:
             f"has",
             hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
         )
-    return read * stages if len(read) == 1 else read
+    if len(read) != 1:
+        return read
+    return read * stages
 
 
 def _read_replicas(text: str) -> Replicas | None:
@@ -191,7 +193,9 @@ def _read_value(name: str, part: str, which: str, number: str) -> int:
     valid = is_count(number) and int(number) > 0
     if valid and (recomputes or is_level(int(number))):
         return int(number)
-    wanted = "a number of blocks, 1 or more" if recomputes else "1, 2 or 3"
+    wanted = "1, 2 or 3"
+    if recomputes:
+        wanted = "a number of blocks, 1 or more"
     raise InputError(
         f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`"
     )

@@ -155,7 +155,8 @@ def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
     latencies = listed(options.latency)
     overlap = not options.no_overlap
     if len(sizes) > 1 or options.topology is not None:
-        latencies = latencies * len(sizes) if len(latencies) == 1 else latencies
+        if len(latencies) == 1:
+            latencies = latencies * len(sizes)
         shared = not options.own_links
         return hierarchical_cluster(
             sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap
@@ -190,7 +191,9 @@ def _levels_of_servers(options: ClusterOptions, rates: Sequence[float | str]) ->
         return [gpus]
 
     check_rates(rates, gpus, servers)
-    return [gpus // servers, servers] if 1 < servers < gpus else [gpus]
+    if 1 < servers < gpus:
+        return [gpus // servers, servers]
+    return [gpus]
 
 
 @keywords_of(SolveOptions)
@@ -292,7 +295,10 @@ def compare_schedules(
         >>> [str(row.schedule) for row in rows]
         ['gpipe', '1f1b-flush']
     """
-    profiles = [profile] if isinstance(profile, Profile) else list(profile)
+    if isinstance(profile, Profile):
+        profiles = [profile]
+    else:
+        profiles = list(profile)
     if len({each.model for each in profiles}) != 1:
         raise InputError("`profile` names no model, or several", hint="give profiles of one model")
     clock = Clock.of(options.time_limit_s, options.progress)
@@ -362,7 +368,9 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
     plan = _plan_of_run(plan if isinstance(plan, Plan) else load_plan(plan), run)
 
     # The default limit is for the searches: a simulation has one of its own, by its amount.
-    limit_s = None if options.time_limit_s == REPORT_S else clock.left_s
+    limit_s = None
+    if options.time_limit_s != REPORT_S:
+        limit_s = clock.left_s
     simulated, measured = timelines(plan, options, run, "measured", limit_s)
     alternatives = _alternatives(plan, options, clock)
     write_text(path, report_page(plan, simulated, measured, **alternatives))

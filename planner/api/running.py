@@ -3,17 +3,19 @@ others.
 """
 
 import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.megatron import MegatronQuestion, answer_megatron
+from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, PlanError, did_you_mean
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
@@ -27,6 +29,7 @@ from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
+from planner.options.kinds import checked_counts
 from planner.options.option import keywords_of, refuse
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
@@ -40,6 +43,7 @@ from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.lengths import mean_tokens
 from planner.plan.trainable import check_base, check_trainable
 from planner.profiler.estimated.devices import (
+    DEVICES,
     DeviceSpec,
     DType,
     device_spec,
@@ -93,11 +97,12 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
 
 
 @keywords_of(EstimateArguments)
-def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
+def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 
     Args:
-        model: "model.py", or "model.py:builder" for another function than build_model.
+        model: "model.py", or "model.py:builder" for another function than build_model; or what
+            `in_memory` gives, whose model may be on the meta device.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -109,7 +114,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
-    spec = load_model_file(model)
+    spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
         device=asked.device or load_device(asked.device_file or "", dtype),
@@ -123,9 +128,12 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     return estimate_profile(spec, asked.batch_size, options)
 
 
+_UNSAID = FitOptions()  # callers give keywords in its place
+
+
 @keywords_of(FitOptions)
 @collecting(SELDOM)
-def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
+def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAID) -> Fit:
     """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs
     would do.
 
@@ -134,10 +142,11 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
 
     Args:
         model: llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file.
-        gpus: how many there are.
+        gpus: how many there are; None where `gpu` says how many of each kind.
 
     Raises:
         ModelFileError, CaptureError: when the model cannot be used.
+        InputError: for a kind of GPU that is not in the table.
         ClusterError: for servers or links that contradict each other.
 
     Example:
@@ -145,24 +154,36 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         2
     """
     clock = Clock.of(options.time_limit_s, options.progress)
-    servers = Servers.of(gpus, options)
-    dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
-    device_spec(options.gpu, dtype)  # before anything is written
-    _check_bits(options)
-    _check_price(options)
+    if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
+        gpus = counted_gpus(options.gpu, gpus)
+        options = options.of_one_kind(*options.gpu)
     megatron = None
     if options.megatron is not None:
         megatron = read_arguments(options.megatron)
         options = _as_megatron_says(options, megatron)
+    device, dtype = _devices(options)  # before anything is written
+    servers = _servers(gpus, options)
+    _check_bits(options)
+    _check_price(options)
     file = _model_file(model, options)
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
-    request = _fit_request(file, dtype, servers, options, clock, megatron)
-    sooner = leaving_time(request.about(request.profiles.smallest, servers.gpus, clock))
+    degrees = _degrees(options, servers)
+    if megatron is not None:
+        degrees = sorted({*degrees, megatron.tensor})
+    how = EstimateOptions(
+        device,
+        dtype,
+        master_weights=not options.autocast and dtype in HALVES,
+        tensor=degrees,
+        where_divided=not options.tensor,
+    )
+    request = _fit_request(file, how, servers, options, clock)
+    sooner = leaving_time(request.about(request.profiles.smallest, clock))
     searching = sooner.clock if megatron is None else sooner.clock.part(SEARCHING)
     answer, profile = answer_fit(request.with_clock(searching))
-    answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
+    answer = _with_slow_links(answer, request.about(profile, clock))
     if megatron is not None:
         answer = _beside_megatron(answer, request, megatron)
     return _saved(answer, profile, file)
@@ -173,6 +194,11 @@ def _as_megatron_says(options: FitOptions, run: MegatronRun) -> FitOptions:
     it.
     """
     refuse(options, "megatron", "batch_size", "minibatch", "tokens", "tensor")
+    if not isinstance(options.gpu, str):
+        raise InputError(
+            "`megatron` has no price on several kinds of GPUs",
+            hint="ask about one kind, or leave out `megatron`",
+        )
     if run.length is not None:
         refuse(options, "megatron", "length")
     if run.dtype is not None:
@@ -207,6 +233,11 @@ def _check_bits(options: FitOptions) -> None:
             f"`bits={options.bits}` is for frozen weights, and nothing is frozen",
             hint="give the rank of adapters that are trained in their place: `lora=16`",
         )
+    if options.bits is not None and not isinstance(options.gpu, str):
+        raise InputError(
+            f"`bits={options.bits}` is not estimated for several kinds of GPUs",
+            hint="ask about one kind, or leave out `bits`",
+        )
 
 
 def _check_price(options: FitOptions) -> None:
@@ -219,6 +250,53 @@ def _check_price(options: FitOptions) -> None:
         )
 
 
+def _devices(options: FitOptions) -> tuple[DeviceSpec | dict[str, DeviceSpec], DType]:
+    """Return the kind of GPU, or each of several by name, and the type to train in: one that all
+    kinds have.
+    """
+    names = [options.gpu] if isinstance(options.gpu, str) else list(checked_counts(options.gpu))
+    for name in names:
+        _check_gpu(name, alone=len(names) == 1)
+    dtype = parse_dtype(options.dtype or usual_dtype(*names))
+    specs = {name: device_spec(name, dtype) for name in names}
+    return (specs[names[0]] if len(names) == 1 else specs), dtype
+
+
+def _check_gpu(name: str, *, alone: bool) -> None:
+    """Raise InputError for a GPU that is not in the table; CPUs are a kind that stands alone."""
+    known = [gpu for gpu in DEVICES if gpu != "cpu"]
+    if name.lower() in known or (alone and name.lower() == "cpu"):
+        return
+    raise InputError(
+        f"`gpu={name}` is no kind of GPU that is known",
+        hint=f"{did_you_mean(name, known)}known are {', '.join(known)}",
+    )
+
+
+def _servers(gpus: int | None, options: FitOptions) -> Servers | MixedServers:
+    if isinstance(options.gpu, Mapping):
+        return MixedServers.of(options.gpu, gpus, options)
+    if gpus is None:
+        raise InputError(
+            "the question has no number of GPUs", hint="give `gpus=8`, or `gpu=v100=12,t4=4`"
+        )
+    return Servers.of(gpus, options)
+
+
+def _degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[int]:
+    """Return the numbers of ranks that may divide layers: those given, or those inside a server, of
+    one kind of GPU.
+    """
+    if options.bits is not None:
+        return ()  # no library divides layers whose weights have 4 bits
+    if options.tensor:
+        return options.tensor
+    size = servers.per_server
+    if isinstance(servers, MixedServers):
+        size = math.gcd(size, *servers.counts.values())
+    return [degree for degree in TENSOR if size % degree == 0]
+
+
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
@@ -228,38 +306,29 @@ def _with_slow_links(answer: Fit, request: Request) -> Fit:
 
 def _fit_request(
     file: "_ModelFile",
-    dtype: DType,
-    servers: Servers,
+    how: EstimateOptions,
+    servers: Servers | MixedServers,
     options: FitOptions,
     clock: Clock,
-    megatron: MegatronRun | None,
 ) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
-    degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
-    if megatron is not None:
-        degrees = sorted({*degrees, megatron.tensor})
-    if options.bits is not None:
-        degrees = []  # no library divides layers whose weights have 4 bits
-    how = EstimateOptions(
-        options.gpu,
-        dtype,
-        master_weights=not options.autocast and dtype in HALVES,
-        tensor=degrees,
-        where_divided=not options.tensor,
-    )
     estimator = Estimator(load_model_file(file.path), how)
     estimate = estimator.profile
     if options.bits is not None:
-        estimate = partial(_estimate_quantized, estimator, device_spec(options.gpu, dtype))
+        assert isinstance(how.device, DeviceSpec), "bits are refused for several kinds"
+        estimate = partial(_estimate_quantized, estimator, how.device)
     first = estimate(options.batch_size or _first_size(options, file.tokens))
     minibatch = minibatch_for(options, options.tokens, first, servers.gpus)
-    memory = options.memory or planned_bytes(first.device)
+    memory = options.memory
+    # Each of several kinds has its own.
+    if memory is None and not first.kinds:
+        memory = planned_bytes(first.device)
 
     profiles = Profiles(
         estimate,
         estimator.divided,
         _sizes(options, first, minibatch, servers.gpus),
-        max(degrees, default=1),
+        max(how.tensor, default=1),
         known={first.microbatch_size or 1: first},
     )
     return FitRequest(
@@ -269,6 +338,7 @@ def _fit_request(
         options.with_minibatch(minibatch),
         clock,
         run=_run_of(options, first),
+        alone=servers.each_alone(memory) if isinstance(servers, MixedServers) else (),
     )
 
 

@@ -2,7 +2,7 @@
 make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import ClusterError
@@ -110,11 +110,17 @@ class Servers:
         count = number_of_servers(gpus, options.servers, options.gpus_per_server)
         if count is None:
             count = next(each for each in divisors(gpus) if gpus <= each * PER_SERVER)
+        gpu = str(options.gpu)
+        if isinstance(options.bandwidth, Mapping):
+            raise ClusterError(
+                f"`bandwidth` has rates of kinds of GPUs, and all GPUs are {gpu}",
+                hint="give one rate per level: pcie4,10Gbps",
+            )
         rates = listed(options.bandwidth)
         if rates:
             check_rates(rates, gpus, count)
 
-        usual: list[float | str] = [usual_link(options.gpu), usual_between(options.gpu)]
+        usual: list[float | str] = [usual_link(gpu), usual_between(gpu)]
         if 1 < count == gpus:
             usual = usual[1:]
         return cls(gpus, count, rates + usual[len(rates) :], options.compress)

@@ -124,7 +124,9 @@ def print_plan(plan: "Plan", args: argparse.Namespace) -> None:
     """Print a plan as the answer: with -v also how it was found."""
     from planner.reporting.tables.plan import plan_report
 
-    table = "" if args.json else plan_report(plan, verbose=is_verbose(args))
+    table = ""
+    if not args.json:
+        table = plan_report(plan, verbose=is_verbose(args))
     print_answer(plan, args.json, table)
 
 

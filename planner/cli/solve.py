@@ -36,6 +36,7 @@ no weights are made or downloaded.
     plan fit llama-7b --gpus 8 --gpu a100-80gb     # one server of 8
     plan fit path/to/config.json --servers 2 --gpus-per-server 8 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090
+    plan fit gpt2-xl --gpu v100=12,t4=4            # kinds of GPUs, each in servers of its own
 
 A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py,
 which builds that model; profile.json and plan.json are left beside it, for the other verbs.
@@ -82,7 +83,8 @@ def add_parser(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "fit", summary, FIT, fit)
     help = "llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
     parser.add_argument("model", help=help)
-    arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
+    known = ", ".join(name for name in DEVICES if name != "cpu")
+    arguments.add_options(parser, FitOptions, "gpu", more=f". Kinds: {known}")
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
@@ -153,7 +155,9 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     profile = ""
     if args.profile != str(arguments.PROFILE):
         profile = f" --profile {shlex.quote(args.profile)}"
-    train = f", or plan train MODEL.py{named}" if plan.trainable else ""
+    train = ""
+    if plan.trainable:
+        train = f", or plan train MODEL.py{named}"
     return f"next: plan report{named}{profile}{train}"
 
 
@@ -208,10 +212,10 @@ def fit(args: argparse.Namespace) -> int:
     from planner.reporting.tables.links import links_warning
 
     gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
-    if gpus is None:
+    if gpus is None and not isinstance(args.gpu, dict):
         raise ClusterError(
             "the question has no number of GPUs",
-            hint="give `servers=2` and `gpus_per_server=4`, or `gpus=8`",
+            hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
         )
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")

@@ -20,7 +20,9 @@ Groups = tuple[frozenset[int], ...]  # positions of layers
 
 def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
     """Return the groups of a stage that recomputes all of its layers at once, or none of them."""
-    return (frozenset(layers),) if recompute else ()
+    if not recompute:
+        return ()
+    return (frozenset(layers),)
 
 
 @dataclass(frozen=True)

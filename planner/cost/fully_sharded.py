@@ -69,7 +69,10 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     # 1. Each unit has an exchange of its own, with the latencies of its steps.
     ranks = (stage.ranks or range(stage.replicas))[:shards]
     topology = Topology(cluster)
-    link = topology.stage_link(ranks) if places_matter(cluster) else link_of(cluster)
+    if places_matter(cluster):
+        link = topology.stage_link(ranks)
+    else:
+        link = link_of(cluster)
     units = _unit_bytes(layer_costs, stage)
     share = float(work.trainable_bytes) / max(1, sum(units))
     gradients = [size * share for size in units]
@@ -93,7 +96,10 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     # 3. Gradients are exchanged beside the backward, or after it.
     buckets = buckets_in(layer_costs, stage, ())
     last_s = buckets.ready_s[-1]
-    ended_s = buckets.reduced_s(exchange_s) if overlaps else last_s + exchange_s
+    if overlaps:
+        ended_s = buckets.reduced_s(exchange_s)
+    else:
+        ended_s = last_s + exchange_s
     if stage.options.repeats_shards:
         repeated_s = _repeated_s([size / shards for size in gradients], stage, cluster)
         after_s += _after_last_s(buckets, exchange_s, repeated_s) if overlaps else repeated_s

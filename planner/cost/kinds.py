@@ -71,7 +71,9 @@ def fastest_ranks(layer_costs: LayerCosts, cluster: Cluster, count: int) -> list
 def everything_on(layer_costs: LayerCosts, cluster: Cluster, ranks: Sequence[int]) -> Candidate:
     """Return a single stage of all layers, with these ranks as replicas."""
     single = layer_costs.single_stage
-    kind = kind_on(layer_costs, cluster, single, ranks) if cluster.kinds else None
+    kind = None
+    if cluster.kinds:
+        kind = kind_on(layer_costs, cluster, single, ranks)
     return replace(
         single,
         options=StageOptions(len(ranks), kind=kind),

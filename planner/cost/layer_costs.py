@@ -29,6 +29,7 @@ from planner.schedule.instructions import LEAD, POSTED
 
 # What the work and the footprint of a stage depend on.
 _Key = tuple[frozenset[int], frozenset[int], Groups]
+_Kind = tuple[str | None, float, tuple[float, ...] | None]  # name, speed, ratios of links
 
 
 @dataclass(eq=False, repr=False)
@@ -40,8 +41,13 @@ class LayerCosts(PassedValues):
     # any plan, which count as buffers.
     tensors_only: bool = False
     # Returns the profile of the layers on groups of so many ranks, and what each of them exchanges,
-    # where messages cross the same links (`planner.cost.tensor`).
-    dividing: Callable[[Profile, int], tuple[Profile, Sequence[Exchanged] | None]] | None = None
+    # where messages cross the same links (`planner.cost.tensor`); of devices of a kind where that
+    # is not None.
+    dividing: (
+        Callable[[Profile, int, DeviceKind | None], tuple[Profile, Sequence[Exchanged] | None]]
+        | None
+    ) = None
+    kind: DeviceKind | None = None  # that the profile is of, where devices are of several
     codec: Codec = CODECS["none"]  # of what stages exchange
     source: Profile | None = None  # as it was before its times became means over lengths
     exchanges: Sequence[Exchanged] | None = None
@@ -63,7 +69,7 @@ class LayerCosts(PassedValues):
         self._about: list[LayerCosts] = []
         self.memo = Memo()  # of what searches know of these layers
         # By kind of device, and by degree.
-        self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}
+        self._variants: dict[_Kind | int, LayerCosts] = {}
 
     @property
     def given(self) -> Profile:
@@ -88,9 +94,11 @@ class LayerCosts(PassedValues):
         """Return the costs on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
-        key = (kind.name, kind.speed)
+        key = (kind.name, kind.speed, kind.link_ratios)
         if key not in self._variants:
-            self._variants[key] = self.with_profile(profile_on(self.profile, kind))
+            costs = self.with_profile(profile_on(self.profile, kind))
+            divides = costs.profile.tensor is not None
+            self._variants[key] = replace(costs, kind=kind) if divides else costs
         return self._variants[key]
 
     def at_degree(self, degree: int) -> "LayerCosts":
@@ -99,7 +107,7 @@ class LayerCosts(PassedValues):
             return self
         if degree not in self._variants:
             assert self.dividing is not None, "layers are divided over the links of a cluster"
-            profile, exchanges = self.dividing(self.profile, degree)
+            profile, exchanges = self.dividing(self.profile, degree, self.kind)
             self._variants[degree] = replace(
                 self.with_profile(profile), exchanges=exchanges, group_ranks=degree
             )

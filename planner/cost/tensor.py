@@ -16,7 +16,8 @@ from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.network.topology import Topology
 from planner.cost.work import Floats
 from planner.errors import ProfileError
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.device_kinds import profile_of_kinds, profile_on
 from planner.formats.files import replace
 from planner.formats.names import CODECS
 from planner.formats.plan_parts import Exchanged
@@ -137,14 +138,40 @@ def _with_reduces(
     return np.asarray(times_s + many * ring_all_reduce_s(each_bytes, degree, link) + waits_s)
 
 
+def _on_kind(
+    profile: Profile, name: str, cluster: Cluster, degree: int
+) -> tuple[Profile, int, DeviceKind]:
+    """Return the profile on devices of a kind, and the kind as the cluster has it."""
+    found = (kind for kind in cluster.kinds if kind.name == name)
+    kind = next(found, DeviceKind(name=name, count=1))  # the cluster may have none of them
+    return profile_on(profile, kind), degree, kind
+
+
+def _first_rank(cluster: Cluster, kind: DeviceKind | None) -> int:
+    """Return the first rank of a kind of devices; 0 where the cluster has none of them."""
+    for each, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
+        if kind is not None and (each.name, each.link_ratios) == (kind.name, kind.link_ratios):
+            return ranks.start
+    return 0
+
+
 def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     """Return the costs of the profile's layers, with what the cluster does to divided layers and to
     messages.
     """
     topology = Topology(cluster)
 
-    def dividing(each: Profile, degree: int) -> tuple[Profile, Sequence[Exchanged] | None]:
-        link = topology.group_link(degree)
+    def dividing(
+        each: Profile, degree: int, kind: DeviceKind | None
+    ) -> tuple[Profile, Sequence[Exchanged] | None]:
+        if each.kinds:
+            own = {
+                times.name: dividing(*_on_kind(each, times.name, cluster, degree))[0]
+                for times in each.kinds
+            }
+            return profile_of_kinds(own), None
+
+        link = topology.group_link(degree, _first_rank(cluster, kind))
         costs = costs_at(each, degree)
         divided = profile_at(each, degree, link, sequence_parallel=cluster.sequence_parallel)
         # Inside servers that slower links join, messages between servers leave most of the links to

@@ -58,7 +58,9 @@ def traffic_of(profile: Profile, codec: Codec) -> tuple[Traffic, ...]:
     users: dict[tuple[str, str], set[int]] = {}
     for edge in profile.edges:
         users.setdefault((edge.source, edge.value), set()).add(position[edge.target])
-    usual_bytes = FLOAT_BYTES if profile.autocast is None else HALF_BYTES
+    usual_bytes = HALF_BYTES
+    if profile.autocast is None:
+        usual_bytes = FLOAT_BYTES
     terms = None if profile.lengths is None else mean_terms(profile)
 
     traffic: list[Traffic] = []

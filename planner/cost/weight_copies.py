@@ -143,7 +143,9 @@ def exchanged_bytes(
     for (one, other), names in found.items():
         for own, peer in ((one, other), (other, one)):
             size = gradients_bytes(layer_costs, stages[own], names)
-            ahead = 0 if depths is None else lag(list(found), depths, own)
+            ahead = 0
+            if depths is not None:
+                ahead = lag(list(found), depths, own)
             served = -(-stages[peer].replicas // stages[own].replicas)
             held[own] += size * (served * (ahead + 1) + ahead + 1)
     return held

@@ -69,7 +69,9 @@ def target_of(plan: Plan, system: str) -> Target:
     several = plan.schedule.stashes and len(plan.stages) > 1
     microbatches, left = divmod(plan.microbatches, replicas)
     if plan.schedule.stashes:
-        microbatches = LEAST_PER_STAGE * len(plan.stages) if several else 1
+        microbatches = 1
+        if several:
+            microbatches = LEAST_PER_STAGE * len(plan.stages)
     elif left:
         problem = (
             f"{system} gives each pipeline equally many microbatches, but "

@@ -93,7 +93,9 @@ RATES = tuple(name for name in Level.model_fields if name.endswith("bandwidth_by
 class DeviceKind(GrownRecord):
     """Consecutive ranks with devices of one kind, in a cluster of several kinds."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"name", "device"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"name", "device", "shares_of", "link_ratios"}
+    )
 
     count: Workers
     name: str | None = None  # as the profile calls it, where that has several kinds
@@ -101,6 +103,10 @@ class DeviceKind(GrownRecord):
     memory_bytes: SomeBytes | None = None  # per device; None for that of the cluster
     # name of the device that was measured; workers on these ranks must have it
     device: str | None = None
+    # of an estimate: the device whose kernels were measured in place of its own
+    shares_of: str | None = None
+    # of their links' bandwidths to the levels', one per level, inner to outer; None: 1 at each
+    link_ratios: tuple[PositiveFloat, ...] | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
     @property
@@ -186,6 +192,11 @@ class Cluster(Shown, GrownRecord):
         return min(limits, default=None)
 
     @property
+    def kinds_words(self) -> str:
+        """How many devices there are of each kind: "12 v100 + 4 t4"; "" where all are alike."""
+        return " + ".join(f"{kind.count} {kind.title}" for kind in self.kinds)
+
+    @property
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
@@ -213,12 +224,34 @@ class Cluster(Shown, GrownRecord):
             raise ValueError(
                 f"kinds of {counts} devices are not the {self.gpus} devices of the levels"
             )
+        for kind in self.kinds:
+            if kind.link_ratios is not None and len(kind.link_ratios) != len(self.levels):
+                raise ValueError(
+                    f"the kind {kind.title} has {counted(len(kind.link_ratios), 'link ratio')} for "
+                    f"{counted(len(self.levels), 'level')}"
+                )
         return self
 
     @property
     def joined(self) -> tuple[Level, ...]:
         """The levels that join more than one member; the innermost if none does."""
         return tuple(level for level in self.levels if level.size > 1) or self.levels[:1]
+
+    @property
+    def joined_numbers(self) -> tuple[int, ...]:
+        """The numbers of the levels in `joined`."""
+        joining = [number for number, level in enumerate(self.levels) if level.size > 1]
+        return tuple(joining or [0])
+
+    @property
+    def has_own_links(self) -> bool:
+        """Whether devices of some kind have links of other rates than the levels'."""
+        return any(kind.link_ratios is not None for kind in self.kinds)
+
+    def slowest_link_ratio(self, number: int) -> float:
+        """Return the ratio of the slowest kind's links to the rate of a level."""
+        ratios = (kind.link_ratios for kind in self.kinds)
+        return min((1.0 if each is None else each[number] for each in ratios), default=1.0)
 
     @property
     def level_by_data_sheet(self) -> int | None:
@@ -238,12 +271,19 @@ class Cluster(Shown, GrownRecord):
     @property
     def slowest_ring_bytes_per_s(self) -> float | None:
         """What one all-reduce over all devices reaches; None where that is not known to differ."""
-        rates = [level.ring_bytes_per_s for level in self.levels]
-        return min((rate for rate in rates if rate is not None), default=None)
+        rates = [
+            level.ring_bytes_per_s * self.slowest_link_ratio(number)
+            for number, level in enumerate(self.levels)
+            if level.ring_bytes_per_s is not None
+        ]
+        return min(rates, default=None)
 
     @property
     def slowest_bandwidth_bytes_per_s(self) -> float:
-        return min(level.bandwidth_bytes_per_s for level in self.joined)
+        return min(
+            self.levels[number].bandwidth_bytes_per_s * self.slowest_link_ratio(number)
+            for number in self.joined_numbers
+        )
 
 
 @checked
@@ -340,7 +380,8 @@ def _cluster(
         }
         for size, bandwidth, latency, reduced in zip_longest(sizes, bandwidths, latencies, reduces)
     ]
-    memory = parse_bytes(memory) if isinstance(memory, str) else memory
+    if isinstance(memory, str):
+        memory = parse_bytes(memory)
     try:
         return Cluster.model_validate(
             {"levels": levels, "memory_bytes": memory, "overlap": overlap}

@@ -13,7 +13,14 @@ from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.files import read_json, replace
 from planner.formats.names import PLANNED
-from planner.formats.profile import KIND_COLUMNS, Device, KindTimes, Profile, load_profile
+from planner.formats.profile import (
+    KIND_COLUMNS,
+    DegreeCosts,
+    Device,
+    KindTimes,
+    Profile,
+    load_profile,
+)
 
 # What must be equal, of profiles and of their layers.
 _OF_PROFILES = (
@@ -95,7 +102,26 @@ def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
         )
         for layer in times.applied_to(profile.layers)
     ]
-    return replace(profile, layers=tuple(layers), device=times.device, kinds=None)
+    tensor = times.tensor and tuple(_at_speed(costs, kind.speed) for costs in times.tensor)
+    return replace(profile, layers=tuple(layers), device=times.device, kinds=None, tensor=tensor)
+
+
+def _at_speed(costs: DegreeCosts, speed: float) -> DegreeCosts:
+    """Return the costs of divided layers on devices that are so many times as fast."""
+    if speed == 1:
+        return costs
+
+    def faster(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(each / speed for each in seconds)
+
+    return replace(
+        costs,
+        forward_s=faster(costs.forward_s),
+        backward_s=faster(costs.backward_s),
+        update_s=faster(costs.update_s),
+        accumulate_s=faster(costs.accumulate_s),
+        by_tokens=costs.by_tokens and _at_speed(costs.by_tokens, speed),
+    )
 
 
 def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
@@ -117,6 +143,8 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         times = _times_of(profile, kind)
         if times.source == "measured" and kind.speed == 1:
             kind = replace(kind, device=times.device.name)
+        if times.device.shares_of is not None:
+            kind = replace(kind, shares_of=times.device.shares_of)
         limited = kind.memory_bytes is not None or cluster.memory_bytes is not None
         if not limited and times.device.kind != "cpu":
             kind = replace(kind, memory_bytes=planned_bytes(times.device))
@@ -141,7 +169,9 @@ def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
     found = next((times for times in profile.kinds if times.name == kind.name), None)
     if found is None:
         names = ", ".join(times.name for times in profile.kinds)
-        called = "without a name" if kind.name is None else f"'{kind.name}'"
+        called = "without a name"
+        if kind.name is not None:
+            called = f"'{kind.name}'"
         raise ClusterError(
             f"the cluster has {kind.count} GPUs of a kind {called}, and the profile is of {names}",
             hint="name each of the cluster's `kinds` as in `profile=NAME=FILE`",
@@ -153,7 +183,13 @@ def _times(name: str, profile: Profile) -> KindTimes:
     columns: dict[str, Any] = {
         each: tuple(getattr(layer, each) for layer in profile.layers) for each in KIND_COLUMNS
     }
-    return KindTimes(name=name, device=profile.device, source=profile.provenance.source, **columns)
+    return KindTimes(
+        name=name,
+        device=profile.device,
+        source=profile.provenance.source,
+        tensor=profile.tensor,
+        **columns,
+    )
 
 
 def _facts(profile: Profile) -> Iterator[tuple[str, object]]:

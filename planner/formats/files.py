@@ -257,4 +257,6 @@ def first_problem(cause: ValidationError) -> str:
     message = ours.get(problem["type"], problem["msg"].removeprefix("Value error, "))
     value = repr(problem["input"])
     shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{place} = {shown}: {message}" if place else message
+    if not place:
+        return message
+    return f"{place} = {shown}: {message}"

@@ -39,6 +39,7 @@ class FitRow(Record):
     """
 
     gpus: int
+    kinds: str = ""  # of these GPUs, where there may be several: "12 v100 + 4 t4"
     plan: Plan | None
     why_not: str = ""
     hint: str = ""  # at the smallest change that makes a plan fit
@@ -93,6 +94,7 @@ class Fit(Shown, Record):
     Where a model fits, those are half as many again and again, down to the first number at which it
     does not; where it does not fit, twice as many, up to the first at which it does; as far as
     there is time. Where it is known how long the training is, both, since more GPUs may pay.
+    Of several kinds of GPUs, those in place of the fewer ones are each kind's alone.
     """
 
     model: str

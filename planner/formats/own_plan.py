@@ -42,7 +42,9 @@ class OwnStage(Record, ShardedReplicas, DividedLayers):
 
     @property
     def level(self) -> int:
-        return self.sharding_level if self.sharded else 0
+        if self.sharded:
+            return self.sharding_level
+        return 0
 
     @property
     def sharding(self) -> Sharding:

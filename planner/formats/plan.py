@@ -128,7 +128,9 @@ class Plan(Shown, GrownRecord):
         Args:
             profile: that it was made from; profile.json where it is None.
         """
-        source = verb("load_profile")("profile.json") if profile is None else profile
+        source = profile
+        if profile is None:
+            source = verb("load_profile")("profile.json")
         return verb("compare")(source, self, **options)
 
     def report(self, output: Path | str | None = None, **options: Any) -> Path:
@@ -247,38 +249,14 @@ class Plan(Shown, GrownRecord):
                 f"config '{self.config}' contradicts the stages, whose ranks make {known}"
             )
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
-        schedule = self.schedule
-        microbatches = self.microbatches
-        if not schedule.divides and microbatches != 1:
-            raise ValueError(
-                f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"
-            )
-        if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
-            raise ValueError(
-                f"schedule {schedule} needs a microbatch for every replica of {known}, not "
-                f"{microbatches}"
-            )
-        if any(stage.shards_gradients for stage in self.stages) and (
-            whole := why_whole(schedule, microbatches, self.replicas, self.degrees)
-        ):
-            raise ValueError(whole[0])
+        _check_schedule(self)
         _check_ranks(self)
+
         layers = [name for stage in self.stages for name in stage.layers]
         if len(set(layers)) < len(layers):
             raise ValueError(f"layer '{Counter(layers).most_common(1)[0][0]}' is in two stages")
-        last = len(self.stages) - 1
-        named = (
-            self.predicted.bottleneck.stage,
-            *(stage for each in self.shared for stage in each.stages),
-        )
-        if max(named) > last:
-            raise ValueError(f"stage {max(named)} is named, and the last one is {last}")
-        pairs = Counter((transfer.source, transfer.target) for transfer in self.transfers)
-        for (source, target), times in pairs.items():
-            if not source < target < len(self.stages) or times > 1:
-                raise ValueError(
-                    f"transfer {source} -> {target} is not one from a stage to a later one"
-                )
+        _check_stage_numbers(self)
+
         for larger, less in pairwise((self, *self.smaller)):
             same = all(getattr(self, name) == getattr(less, name) for name in _ALIKE)
             if less.smaller or less.cluster.gpus >= larger.cluster.gpus or not same:
@@ -286,6 +264,41 @@ class Plan(Shown, GrownRecord):
                     f"{less.config} is no smaller plan of the same model, schedule and minibatch"
                 )
         return self
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Raise ValueError for microbatches, replicas or sharding that the schedule has not."""
+    schedule = plan.schedule
+    microbatches = plan.microbatches
+    if not schedule.divides and microbatches != 1:
+        raise ValueError(
+            f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"
+        )
+    if schedule.divides and schedule.asynchronous and microbatches < max(plan.replicas):
+        raise ValueError(
+            f"schedule {schedule} needs a microbatch for every replica of {plan.config}, not "
+            f"{microbatches}"
+        )
+    if any(stage.shards_gradients for stage in plan.stages):
+        whole = why_whole(schedule, microbatches, plan.replicas, plan.degrees)
+        if whole:
+            raise ValueError(whole[0])
+
+
+def _check_stage_numbers(plan: Plan) -> None:
+    """Raise ValueError for a number of no stage, and for a transfer that goes back or is double."""
+    last = len(plan.stages) - 1
+    shared = [stage for each in plan.shared for stage in each.stages]
+    highest = max(plan.predicted.bottleneck.stage, *shared, 0)
+    if highest > last:
+        raise ValueError(f"stage {highest} is named, and the last one is {last}")
+
+    pairs = Counter((transfer.source, transfer.target) for transfer in plan.transfers)
+    for (source, target), times in pairs.items():
+        if not source < target < len(plan.stages) or times > 1:
+            raise ValueError(
+                f"transfer {source} -> {target} is not one from a stage to a later one"
+            )
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -296,14 +309,8 @@ def _check_ranks(plan: Plan) -> None:
         )
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:
-        workers = len(set(stages))
-        repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
-        if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
-            raise ValueError(
-                f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan "
-                f"must"
-            )
-        stages = stages[:workers]
+        stages = _ranks_of_workers(plan, stages)
+
     ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds:  # a plan may leave slow devices idle
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
@@ -314,6 +321,17 @@ def _check_ranks(plan: Plan) -> None:
         raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) > plan.cluster.gpus:
         raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
+
+
+def _ranks_of_workers(plan: Plan, stages: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the ranks of the first stage of each worker, which its later stages must have, too."""
+    workers = len(set(stages))
+    repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
+    if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
+        raise ValueError(
+            f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must"
+        )
+    return stages[:workers]
 
 
 def load_plan(path: Path | str) -> Plan:

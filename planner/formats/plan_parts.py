@@ -43,7 +43,9 @@ def config_of(replicas: tuple[int, ...], chunks: int = 1, degrees: tuple[int, ..
         replicas[: len(replicas) // chunks], degrees[: len(replicas) // chunks], fillvalue=1
     )
     once = "-".join(f"{r}x{t}" if t > 1 else str(r) for r, t in counts)
-    return f"{once} x{chunks} chunks" if chunks > 1 else once
+    if chunks > 1:
+        return f"{once} x{chunks} chunks"
+    return once
 
 
 def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
@@ -193,7 +195,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
     @property
     def level(self) -> int:
         """What the replicas divide, as `planner.stages.sharding` numbers it; 0 for nothing."""
-        return self.sharding_level if self.sharded else 0
+        if self.sharded:
+            return self.sharding_level
+        return 0
 
     @property
     def sharding(self) -> Sharding:
@@ -204,7 +208,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
         """Seconds of the forward that is run again before each backward."""
         if self.recompute_s is not None:
             return self.recompute_s
-        return self.forward_s if self.recomputes_as_a_whole else 0.0
+        if self.recomputes_as_a_whole:
+            return self.forward_s
+        return 0.0
 
     @property
     def compute_s(self) -> float:

@@ -160,13 +160,6 @@ class _Times(Record):
         ]
 
 
-class KindTimes(_Times):
-    """What the profile's layers cost on one kind of device, in their order."""
-
-    name: str  # for the cluster's `kinds`
-    device: Device
-
-
 class DegreeCosts(_Times):
     """What one of `degree` ranks that divide every layer between them has to do and to hold, layer
     by layer.
@@ -204,6 +197,17 @@ class DegreeCosts(_Times):
             )
             for number, layer in enumerate(super().applied_to(layers))
         ]
+
+
+class KindTimes(GrownRecord, _Times):
+    """What the profile's layers cost on one kind of device, in their order."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"tensor"})
+
+    name: str  # for the cluster's `kinds`
+    device: Device
+    # with layers divided over several ranks, by ascending degree
+    tensor: tuple[DegreeCosts, ...] | None = None
 
 
 class WholeStep(Record):
@@ -290,7 +294,9 @@ class LossMean(GrownRecord):
     def words(self) -> str:
         """What it is, for people."""
         if self.over == "labels":
-            first = ", each sample's first one left out" if self.shifted else ""
+            first = ""
+            if self.shifted:
+                first = ", each sample's first one left out"
             return f"mean over the labels that are not {self.ignored}{first}"
         return {
             "samples": "mean over samples",
@@ -343,7 +349,9 @@ class Fit(Record):
         lengths = (isqrt(8 * len(self.shares) + 1) - 3) // 2
         if any(self.shares[1 + lengths :]):
             return "quadratic"
-        return "linear" if any(self.shares[1:]) else "constant"
+        if any(self.shares[1:]):
+            return "linear"
+        return "constant"
 
 
 class LayerFits(Record):
@@ -456,13 +464,18 @@ class Profile(Shown, GrownRecord):
     def _check_columns(self) -> None:
         """Raise ValueError for costs that are not of each layer, and for degrees in disorder."""
         for name, record in self._columns():
-            counts = {len(value) for value in dict(record).values() if isinstance(value, tuple)}
+            counts = {
+                len(value)
+                for field, value in dict(record).items()
+                if isinstance(value, tuple) and field != "tensor"
+            }
             if counts != {len(self.layers)}:
                 raise ValueError(f"{name} has not one value for each of {len(self.layers)} layers")
 
-        degrees = [costs.degree for costs in self.tensor or ()]
-        if degrees != sorted(set(degrees)):
-            raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
+        for tensor in (self.tensor, *(kind.tensor for kind in self.kinds or ())):
+            degrees = [costs.degree for costs in tensor or ()]
+            if degrees != sorted(set(degrees)):
+                raise ValueError(f"the tensor-parallel degrees {degrees} do not ascend")
 
         if self.lengths is not None:
             outputs = [len(fits.outputs) for fits in self.lengths.layers]
@@ -472,13 +485,14 @@ class Profile(Shown, GrownRecord):
                 )
 
     def _columns(self) -> Iterator[tuple[str, Record]]:
-        """Yield the records whose fields have a value for each layer, after their names."""
+        """Yield the records that have a value for each layer, with their names for people."""
         for kind in self.kinds or ():
             yield f"the kind '{kind.name}'", kind
-        for costs in self.tensor or ():
+        of_kinds = [costs for kind in self.kinds or () for costs in kind.tensor or ()]
+        for costs in (*(self.tensor or ()), *of_kinds):
             name = f"the tensor-parallel degree {costs.degree}"
             yield name, costs
-            if costs.by_tokens:
+            if costs.by_tokens is not None:
                 yield f"{name} by tokens", costs.by_tokens
 
     def save(self, path: Path | str = "profile.json") -> None:
@@ -518,7 +532,9 @@ class Profile(Shown, GrownRecord):
         profiles' digests.
         """
         known = any(layer.accumulate_s for layer in self.layers)
-        unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
+        unknown = None
+        if not known:
+            unknown = {"layers": {"__all__": {"accumulate_s"}}}
         return hashlib.sha256(
             self.model_dump_json(exclude=unknown, exclude_none=True).encode()
         ).hexdigest()

@@ -418,7 +418,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         wanted = self.args.metric_for_best_model
         if wanted is None:
             return False
-        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        name = wanted
+        if not wanted.startswith("eval_"):
+            name = f"eval_{wanted}"
         if name not in metrics:
             raise InputError(
                 f"metric_for_best_model='{wanted}' is not among {', '.join(sorted(metrics))}",

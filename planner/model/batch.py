@@ -63,7 +63,9 @@ class Batch:
     def device_type(self) -> str:
         """The kind of device that holds the batch, as PyTorch calls it."""
         tensors = [leaf for leaf in tree_leaves(self._tree()) if isinstance(leaf, Tensor)]
-        return tensors[0].device.type if tensors else "cpu"
+        if not tensors:
+            return "cpu"
+        return tensors[0].device.type
 
     def flatten(self) -> tuple[list[Any], TreeSpec]:
         """Return the leaves (arguments, keyword arguments by name, target) and the structure around
@@ -112,9 +114,13 @@ class Batch:
                 stride or size < 2
                 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
-            return runtime.pin(tensor) if has_own else tensor
+            if not has_own:
+                return tensor
+            return runtime.pin(tensor)
 
-        return self._with(pinned) if runtime.asynchronous else self
+        if not runtime.asynchronous:
+            return self
+        return self._with(pinned)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         leaves, spec = self._flat
@@ -212,7 +218,9 @@ def make_batch(returned: Any, place: str) -> Batch:
         args = (args,)
     is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     if not isinstance(args, (tuple, list)) or not is_named:
-        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+        size = ""
+        if isinstance(returned, (tuple, list)):
+            size = f" of {len(returned)}"
         raise ModelFileError(
             f"{place} returned a {type(returned).__name__}{size}, not (args, target)",
             hint="return (args, target) or (args, kwargs, target), args being a tuple or a dict "

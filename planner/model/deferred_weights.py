@@ -350,7 +350,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if not written:
             return result
-        return written[0] if len(written) == 1 else tuple(written)
+        if len(written) == 1:
+            return written[0]
+        return tuple(written)
 
     def _checked(self, method: Any) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

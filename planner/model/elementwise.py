@@ -47,7 +47,9 @@ def kept_whole(optimizer: Optimizer) -> list[nn.Parameter] | None:
     said: Any = getattr(optimizer, "whole_parameters", None)
     if said is not None:
         return list(said())
-    return [] if is_elementwise(optimizer) else None
+    if is_elementwise(optimizer):
+        return []
+    return None
 
 
 def has_divisible_optimizer(spec: TrainingSpec, model: nn.Module) -> bool | None:

@@ -36,7 +36,9 @@ def lengths_of(batch: "Batch", lengths: Sequence[Length], what: str) -> tuple[in
     leaves, _ = batch.flatten() if lengths else ([], None)
     found = []
     for each in lengths:
-        tensor = leaves[each.leaf] if each.leaf < len(leaves) else None
+        tensor = None
+        if each.leaf < len(leaves):
+            tensor = leaves[each.leaf]
         if not isinstance(tensor, Tensor) or tensor.dim() <= each.dimension:
             raise ModelFileError(
                 f"{what} has no dimension {each.dimension} in tensor {each.leaf}, whose length "

@@ -68,7 +68,9 @@ def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
     if leaf is not None:
         leaves, _ = batch.flatten()
         labels = leaves[leaf] if leaf < len(leaves) else None
-        return labels if isinstance(labels, Tensor) else None
+        if isinstance(labels, Tensor):
+            return labels
+        return None
 
     def labels_in(tree: Any) -> list[Tensor]:
         """Return the integers of more than one dimension."""

@@ -243,7 +243,10 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
         middle = parameter.numel() // 2
         bounds = slice(0, middle) if half else slice(middle, None)
         if id(parameter) in undivided:
-            bounds = slice(None) if number % 2 == half else slice(0, 0)
+            if number % 2 == half:
+                bounds = slice(None)
+            else:
+                bounds = slice(0, 0)
         if not parameter.numel() or not len(range(*bounds.indices(parameter.numel()))):
             continue
 

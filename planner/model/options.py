@@ -54,7 +54,8 @@ class ModuleOptions:
 
     def input(self, tensor: Tensor) -> Tensor:
         """Return an argument of the model as the modules take it."""
-        tensor = channels_last(tensor) if self.channels_last else tensor
+        if self.channels_last:
+            tensor = channels_last(tensor)
         if self.half is not None and tensor.is_floating_point():
             return tensor.to(self.half)
         return tensor
@@ -67,7 +68,9 @@ class ModuleOptions:
             return loss
 
         def upcast(leaf: Tensor) -> Tensor:
-            return leaf.float() if leaf.is_floating_point() else leaf
+            if not leaf.is_floating_point():
+                return leaf
+            return leaf.float()
 
         return lambda output, target: loss(tree_map_only(Tensor, upcast, output), target)
 
@@ -162,7 +165,9 @@ def autocast_name(dtype: torch.dtype | None) -> "Autocast | None":
     """Return the name that profiles give to an autocast dtype."""
     if dtype is None:
         return None
-    return "bfloat16" if dtype == torch.bfloat16 else "float16"
+    if dtype == torch.bfloat16:
+        return "bfloat16"
+    return "float16"
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:

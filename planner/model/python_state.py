@@ -145,7 +145,8 @@ class PythonState:
         if isinstance(function, MethodType):
             self._follow_object(function.__self__)
             function = function.__func__
-        function = inspect.unwrap(function) if callable(function) else function
+        if callable(function):
+            function = inspect.unwrap(function)
         if not isinstance(function, FunctionType):
             self._follow_object(function)
             return
@@ -381,4 +382,6 @@ def _inner_name(name: str, key: Any) -> str:
 
 def _shown(content: Content) -> str:
     text = "" if content is _OTHERS else repr(content)
-    return text if "object at" not in text and len(text) <= 40 else ""
+    if "object at" not in text and len(text) <= 40:
+        return text
+    return ""

@@ -86,7 +86,9 @@ def failing_line(cause: BaseException, folder: Path) -> str | None:
     """Return the innermost line of code in `folder` on the way to the error, "model.py:12"."""
     frames = traceback.extract_tb(cause.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).resolve().parent == folder.resolve()]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+    if not own:
+        return None
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 DEFAULT_LEARNING_RATE = 0.01
@@ -151,8 +153,13 @@ class TrainingSpec:
                     f"model file needs {written}()",
                 )
 
-        stem = path.resolve().parent.name if path.stem == "model" else path.stem
-        name = stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}"
+        if path.stem == "model":
+            stem = path.resolve().parent.name
+        else:
+            stem = path.stem
+        name = stem
+        if builder != DEFAULT_BUILDER:
+            name = f"{stem}:{builder}"
         return cls(name, functions, path, builder)
 
     @classmethod
@@ -501,7 +508,9 @@ class TrainingSpec:
         return f"{self._written(name)}() at {self.path}:{line}"
 
     def _written(self, name: str) -> str:
-        return self.builder if name == "build_model" else name
+        if name == "build_model":
+            return self.builder
+        return name
 
 
 load_model_file = TrainingSpec.from_file

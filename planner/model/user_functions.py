@@ -42,7 +42,9 @@ class UserFunction:
     @property
     def argument_count(self) -> int:
         """The number of its arguments."""
-        return len(self.arguments.split(", ")) if self.arguments else 0
+        if not self.arguments:
+            return 0
+        return len(self.arguments.split(", "))
 
 
 def _is_module(value: Any) -> bool:

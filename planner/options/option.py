@@ -34,6 +34,7 @@ SecondT = TypeVar("SecondT")
 ThirdT = TypeVar("ThirdT")
 AnswerT = TypeVar("AnswerT")
 GivenT = TypeVar("GivenT", contravariant=True)
+FirstInT = TypeVar("FirstInT", contravariant=True)
 ResultT = TypeVar("ResultT", covariant=True)
 RecordInT = TypeVar("RecordInT", contravariant=True)
 
@@ -177,6 +178,27 @@ class OptionalFirst(Protocol[GivenT, RecordInT, ResultT]):
     def __call__(self, first: GivenT | None = None, record: RecordInT = ..., /) -> ResultT: ...
 
 
+class OptionalSecond(Protocol[FirstInT, GivenT, RecordInT, ResultT]):
+    """A function of two arguments and a record, of which the first alone must be given."""
+
+    def __call__(
+        self, first: FirstInT, second: GivenT | None = None, record: RecordInT = ..., /
+    ) -> ResultT: ...
+
+
+class TwoOrOne(Protocol[FirstInT, GivenT, KeywordsT, ResultT]):
+    """A function that takes two arguments, of which the second may be left out, and keywords."""
+
+    def __call__(
+        self,
+        first: FirstInT,
+        second: GivenT | None = None,
+        /,
+        *others: KeywordsT.args,
+        **keywords: KeywordsT.kwargs,
+    ) -> ResultT: ...
+
+
 class Decorator(Protocol[KeywordsT, RecordCoT]):
     """Decorates a function whose last parameter is a record: see `keywords_of`.
 
@@ -192,6 +214,10 @@ class Decorator(Protocol[KeywordsT, RecordCoT]):
     def __call__(
         self, function: Callable[[RecordCoT], AnswerT], /
     ) -> Callable[KeywordsT, AnswerT]: ...
+    @overload
+    def __call__(
+        self, function: OptionalSecond[FirstT, SecondT, RecordCoT, AnswerT], /
+    ) -> TwoOrOne[FirstT, SecondT, KeywordsT, AnswerT]: ...
     @overload
     def __call__(
         self, function: Callable[[FirstT, RecordCoT], AnswerT], /

@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from planner.errors import InputError
 from planner.options.numbers import degrees
@@ -24,6 +24,8 @@ ShardRule = Literal["auto", "never", "always"]
 Granularity = Literal["auto", "block", "layer"]
 DepthRule = Literal["auto", "published"]
 SolverName = Literal["auto", "search", "ilp"]
+
+OptionsT = TypeVar("OptionsT", bound="SolveOptions")
 
 UNLIMITED = 2**30  # units in flight
 TIME_LIMIT_S = 60.0
@@ -241,8 +243,12 @@ class SolveOptions(StageRules):
         """Return the options for minibatches of so many samples; a schedule that was asked for
         stays so.
         """
+        return self.changed(minibatch=samples)
+
+    def changed(self: OptionsT, **values: Any) -> OptionsT:
+        """Return the options with other values; a schedule that was asked for stays so."""
         schedule = self.order.name if self.asked else self.schedule
-        return replace(self, minibatch=samples, schedule=schedule)
+        return replace(self, schedule=schedule, **values)
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
         """Return the microbatches per minibatch; raise InputError where the profile's or the

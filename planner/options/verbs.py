@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.formats.link_names import BETWEEN_SERVERS, known_rate
+from planner.formats.link_names import BETWEEN_SERVERS
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
-from planner.options.cluster import ClusterOptions, Quantities, each
+from planner.options.cluster import ClusterOptions, Quantities
+from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
 from planner.options.numbers import microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
 from planner.options.solving import Progress, SolveOptions, StageRules
@@ -68,16 +69,23 @@ class PriceOptions(Options):
 class FitOptions(SolveOptions):
     """Which GPUs a model is to fit, and how it is trained there."""
 
-    gpu: str = option("a100-80gb", "kind of GPU")
+    gpu: str | Mapping[str, int] = option(
+        "a100-80gb",
+        f"kind of GPU; of several kinds how many there are of each, as in {EXAMPLE}, in the order "
+        f"of their servers",
+        "NAME|NAME=N,NAME=N",
+        parse=gpu_kinds,
+    )
     servers: int | None = same(ClusterOptions, "servers", told=f"up to {PER_SERVER} GPUs in each")
     gpus_per_server: int | None = same(ClusterOptions, "gpus_per_server")
-    bandwidth: Quantities | None = option(
+    bandwidth: Quantities | Mapping[str, Quantities] | None = option(
         None,
         "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; "
         "servers of one GPU "
-        "have one link: 1Gbps",
+        "have one link: 1Gbps; kinds of GPUs may have their own: "
+        f"{RATES_EXAMPLE}",
         "RATE",
-        parse=each(known_rate),
+        parse=link_rates,
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per "
         f"GPU of H100 and later",
     )
@@ -174,6 +182,10 @@ class FitOptions(SolveOptions):
         parse=Path,
         told="the model's name; for a model file, its own",
     )
+
+    def of_one_kind(self, gpu: str) -> "FitOptions":
+        """Return the options for one kind of GPU; a schedule that was asked for stays so."""
+        return self.changed(gpu=gpu)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,18 +91,24 @@ def repeated_blocks(profile: Profile) -> list[range]:
 
 
 def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
+    """Return the share of the layers' time that equal blocks of several layers take."""
+    total_s = sum(map(_seconds, layers))
+    if total_s <= 0:
+        return 0.0
+
     alike: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for block in blocks:
         if len(block) >= FEWEST_LAYERS:
             inside = layers[block.start : block.stop]
             alike[tuple(map(kind_of, inside))].append(sum(map(_seconds, inside)))
+
     repeated_s = 0.0
     for times_s in alike.values():
         middle_s = median(times_s)
         equal = [each for each in times_s if abs(each - middle_s) <= ALIKE * middle_s]
-        repeated_s += sum(equal) if len(equal) >= FEWEST_REPEATS else 0.0
-    total_s = sum(map(_seconds, layers))
-    return repeated_s / total_s if total_s > 0 else 0.0
+        if len(equal) >= FEWEST_REPEATS:
+            repeated_s += sum(equal)
+    return repeated_s / total_s
 
 
 def kind_of(layer: Layer) -> tuple[object, ...]:

@@ -51,11 +51,15 @@ class Kind:
 
 
 def interval_of(profile: Profile, cluster: Cluster, *, divided: bool) -> Interval | None:
-    """Return the interval of an estimated answer; None for a profile that was measured."""
+    """Return the interval of an estimated answer, the widest of its kinds of GPUs; None for a
+    profile that was measured.
+    """
     if profile.provenance.source != "estimated" or profile.device.kind == "cpu":
         return None
     links: Links = "known" if cluster.level_by_data_sheet is None else "data sheet"
-    return interval_of_kind(profile.device, divided=divided, links=links)
+    devices = [times.device for times in profile.kinds or ()] or [profile.device]
+    intervals = [interval_of_kind(each, divided=divided, links=links) for each in devices]
+    return Interval(min(each.least for each in intervals), max(each.most for each in intervals))
 
 
 def interval_of_kind(device: Device, *, divided: bool, links: Links) -> Interval:

@@ -11,13 +11,16 @@ from functools import lru_cache
 from itertools import combinations_with_replacement
 from operator import mul
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.formats.files import replace
 from planner.formats.plan_parts import PlannedLengths
-from planner.formats.profile import Fit, Lengths, Profile, VaryingLengths
+from planner.formats.profile import DegreeCosts, Fit, Lengths, Profile, VaryingLengths
+
+T = TypeVar("T")
 
 Terms = tuple[tuple[float, ...], ...]  # for each of some microbatches
 DRAWN = 256  # microbatches, whose mean costs are within a percent or two of those of all
@@ -37,33 +40,43 @@ def terms(extents: Iterable[Sequence[int]], most: Sequence[int]) -> Terms:
 
 @lru_cache(maxsize=16)
 def _planned(lengths: Lengths, size: int, microbatches: int) -> PlannedLengths:
-    rows = list(zip(*lengths.samples, strict=True))
     drawing = random.Random(0)
-    if lengths.order != "given":
-        rows.sort(
-            key=lambda row: sum(
-                length / most for length, most in zip(row, lengths.most, strict=True)
-            )
-        )
-        # Each sample equally often: what is drawn has the mean of the data.
-        rows = [rows[number * len(rows) // (DRAWN * size)] for number in range(DRAWN * size)]
-    if lengths.order == "random":
-        drawing.shuffle(rows)
-    batches = [
-        rows[start : start + size] for start in range(0, max(1, len(rows) // size) * size, size)
-    ]
+    rows = _drawn_samples(lengths, size, drawing)
+    batches = _runs(rows, size)[: max(1, len(rows) // size)]
     if lengths.order == "buckets":
-        minibatches = [
-            batches[start : start + microbatches] for start in range(0, DRAWN, microbatches)
-        ]
+        minibatches = _runs(batches[:DRAWN], microbatches)
         drawing.shuffle(minibatches)
         # what is left is no minibatch, and would move those after it
         minibatches.sort(key=len, reverse=True)
         batches = [batch for minibatch in minibatches for batch in minibatch]
-    found = tuple(tuple(map(max, zip(*batch, strict=True))) for batch in batches[:DRAWN])
-    return PlannedLengths(
-        **{name: getattr(lengths, name) for name in VaryingLengths.model_fields}, microbatches=found
-    )
+
+    longest = tuple(tuple(map(max, zip(*batch, strict=True))) for batch in batches[:DRAWN])
+    fields = {name: getattr(lengths, name) for name in VaryingLengths.model_fields}
+    return PlannedLengths(**fields, microbatches=longest)
+
+
+def _drawn_samples(lengths: Lengths, size: int, drawing: random.Random) -> list[tuple[int, ...]]:
+    """Return the lengths of samples, in the order in which batches of so many take them."""
+
+    def relative(row: tuple[int, ...]) -> float:
+        return sum(length / most for length, most in zip(row, lengths.most, strict=True))
+
+    rows = list(zip(*lengths.samples, strict=True))
+    if lengths.order == "given":
+        return rows
+
+    # Each sample equally often: what is drawn has the mean of the data.
+    rows.sort(key=relative)
+    wanted = DRAWN * size
+    rows = [rows[number * len(rows) // wanted] for number in range(wanted)]
+    if lengths.order == "random":
+        drawing.shuffle(rows)
+    return rows
+
+
+def _runs(items: list[T], size: int) -> list[list[T]]:
+    """Return runs of so many items, the last of what is left."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def planned(profile: Profile, microbatches: int = 1) -> PlannedLengths | None:
@@ -126,30 +139,42 @@ def expected(profile: Profile) -> Profile:
         )
         for number, layer in enumerate(profile.layers)
     )
+
+    def divided(tensor: tuple[DegreeCosts, ...] | None) -> tuple[DegreeCosts, ...] | None:
+        return tensor and tuple(
+            replace(
+                each,
+                forward_s=tuple(map(mul, each.forward_s, forward)),
+                backward_s=tuple(map(mul, each.backward_s, backward)),
+                forward_reduced_bytes=_of_bytes(each.forward_reduced_bytes, outputs),
+                backward_reduced_bytes=_of_bytes(each.backward_reduced_bytes, outputs),
+            )
+            for each in tensor
+        )
+
     kinds = profile.kinds and tuple(
         replace(
-            each,
-            forward_s=tuple(map(mul, each.forward_s, forward)),
-            backward_s=tuple(map(mul, each.backward_s, backward)),
+            times,
+            forward_s=tuple(map(mul, times.forward_s, forward)),
+            backward_s=tuple(map(mul, times.backward_s, backward)),
+            tensor=divided(times.tensor),
         )
-        for each in profile.kinds
-    )
-    tensor = profile.tensor and tuple(
-        replace(
-            each,
-            forward_s=tuple(map(mul, each.forward_s, forward)),
-            backward_s=tuple(map(mul, each.backward_s, backward)),
-            forward_reduced_bytes=_of_bytes(each.forward_reduced_bytes, outputs),
-            backward_reduced_bytes=_of_bytes(each.backward_reduced_bytes, outputs),
-        )
-        for each in profile.tensor
+        for times in profile.kinds
     )
     tokens = mean_tokens(profile)
-    return replace(profile, layers=layers, kinds=kinds, tensor=tensor, tokens_per_sample=tokens)
+    return replace(
+        profile,
+        layers=layers,
+        kinds=kinds,
+        tensor=divided(profile.tensor),
+        tokens_per_sample=tokens,
+    )
 
 
 def _of_count(count: int | None, factor: float) -> int | None:
-    return None if count is None else round(count * factor)
+    if count is None:
+        return None
+    return round(count * factor)
 
 
 def _of_bytes(sizes: Sequence[int], factors: Sequence[float]) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 device.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 from planner.errors import ClusterError
-from planner.formats.cluster import Cluster, Level
+from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -46,7 +47,9 @@ def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
 
 def sample_parts(plan: Plan) -> int:
     """Return into how many parts the ranks of a group divide the samples of a microbatch."""
-    return plan.ranks_per_replica if plan.by_samples else 1
+    if plan.by_samples:
+        return plan.ranks_per_replica
+    return 1
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
@@ -87,18 +90,20 @@ def usual_degrees(profile: Profile, cluster: Cluster) -> tuple[int, ...]:
     """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a
     server.
     """
-    size = 1 if cluster.kinds or not cluster.joined else cluster.joined[0].size
-    return 1, *(costs.degree for costs in profile.tensor or () if size % costs.degree == 0)
+    size = cluster.joined[0].size if cluster.joined else 1
+    known = {costs.degree for costs in profile.tensor or ()}
+    for kind in cluster.kinds:
+        size = math.gcd(size, kind.count if kind.speed == 1 else 1)
+    for times in profile.kinds or ():
+        known &= {costs.degree for costs in times.tensor or ()}
+    return 1, *(degree for degree in sorted(known) if size % degree == 0)
 
 
 def groups_of(cluster: Cluster, degree: int) -> Cluster:
     """Return the cluster of groups of so many ranks; raise ClusterError if they do not divide its
     levels evenly.
     """
-    if cluster.kinds:
-        raise ClusterError(
-            f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`"
-        )
+    kinds = tuple(_kind_of_groups(kind, degree) for kind in cluster.kinds)
     left = degree
     devices = 1
     levels = list[Level]()
@@ -130,4 +135,19 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
         raise ClusterError(
             f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`"
         )
-    return replace(cluster, levels=tuple(levels))
+    return replace(cluster, levels=tuple(levels), kinds=kinds)
+
+
+def _kind_of_groups(kind: DeviceKind, degree: int) -> DeviceKind:
+    """Return a kind whose devices make groups of so many ranks."""
+    if kind.speed != 1:
+        raise ClusterError(
+            f"groups of {degree} ranks need GPUs as fast as the profiled ones, not of {kind.title}",
+            hint="solve with `tensor=1`",
+        )
+    if kind.count % degree:
+        raise ClusterError(
+            f"{kind.count} GPUs of {kind.title} do not make whole groups of {degree} ranks",
+            hint="give degrees in `tensor` that divide the number of GPUs of each kind",
+        )
+    return replace(kind, count=kind.count // degree)

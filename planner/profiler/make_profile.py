@@ -87,7 +87,9 @@ def make_profile(
         whole = WholeStep(update_s=median(measured.whole.update_s), **_medians(measured.whole))
     alone_s = sum(layer.update.update_s for layer in measured.layers)
     # A step layer by layer pays the optimizer's overhead per layer, where a stage pays it once.
-    update_share = whole.update_s / alone_s if whole is not None and alone_s else 1.0
+    update_share = 1.0
+    if whole is not None and alone_s:
+        update_share = whole.update_s / alone_s
     names = {name for name, _ in graph.model.named_parameters()}
     return Profile(
         model=model,

@@ -230,7 +230,9 @@ def describe_software() -> str:
 def describe_processor() -> str:
     """Return the processor's name, the cores that this process may use, and the memory."""
     cpu = describe_device(torch.device("cpu"), 1, 1)
-    memory = "" if cpu.memory_bytes is None else f", {format_bytes(cpu.memory_bytes)}"
+    memory = ""
+    if cpu.memory_bytes is not None:
+        memory = f", {format_bytes(cpu.memory_bytes)}"
     return f"{cpu.name}, {available_cores()} of {os.cpu_count()} cores{memory}"
 
 
@@ -260,4 +262,6 @@ def _driver_version() -> str:
         found = re.search(r"\d+\.\d+(\.\d+)*", DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return "unknown"
-    return "unknown" if found is None else found[0]
+    if found is None:
+        return "unknown"
+    return found[0]

@@ -58,7 +58,9 @@ def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
     """Draw a rectangle from its upper left corner; browsers show the title when it is
     pointed at.
     """
-    inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    inner = "/>"
+    if title:
+        inner = f"><title>{escape(title)}</title></rect>"
     x, y = corner
     width, height = size
     return (

@@ -53,7 +53,10 @@ def opening(summary: Summary, timeline: Timeline, span: float) -> tuple[float, f
     length = summary.seconds_per_minibatch * max(2, min(OPENING, _UNITS // timeline.microbatches))
     if not 0 < length < 0.75 * span:
         return 0.0, span
-    start = summary.steady_from_s if summary.steady else (span - length) / 2
+    if summary.steady:
+        start = summary.steady_from_s
+    else:
+        start = (span - length) / 2
     return start, min(start + length, span)
 
 
@@ -113,4 +116,6 @@ def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
 
 def ink_on(ground: str) -> str:
     """Return white or black, whichever is easier to read on one of the colours."""
-    return "#000000" if ground in _LIGHT else "#ffffff"
+    if ground in _LIGHT:
+        return "#000000"
+    return "#ffffff"

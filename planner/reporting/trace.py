@@ -125,7 +125,9 @@ def _thread_name(number: int) -> str:
     """Return "send", or "send 2" for the second row of a lane."""
     lane = LANE_ORDER[number // _THREADS]
     row = number % _THREADS
-    return lane if row == 0 else f"{lane} {row + 1}"
+    if row == 0:
+        return lane
+    return f"{lane} {row + 1}"
 
 
 def _time(seconds: float) -> float:

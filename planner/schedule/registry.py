@@ -70,7 +70,9 @@ def file_of(schedule: Schedule) -> Path | None:
     if schedule in SCHEDULES:
         return None
     path = getattr(sys.modules.get(type(schedule).__module__), "__file__", None)
-    return None if path is None else Path(path).resolve()
+    if path is None:
+        return None
+    return Path(path).resolve()
 
 
 def summaries(schedules: Iterable[Schedule]) -> str:

@@ -255,7 +255,9 @@ class PipelineShape:
 
     def sharers(self, stage: int) -> tuple[int, ...]:
         """Return the other stages that hold weights of `stage`."""
-        return sharers(self.shared, stage) if self.shared else ()
+        if not self.shared:
+            return ()
+        return sharers(self.shared, stage)
 
     def lag(self, stage: int) -> int:
         """Return by how many rounds gradients of shared weights are applied later than those of
@@ -268,7 +270,9 @@ class PipelineShape:
 
     def minibatches_per_update(self, stage: int) -> int:
         """Return how many minibatches one update of `stage` averages over: a round."""
-        return len(self.ranks[stage]) if self.schedule.stashes else 1
+        if not self.schedule.stashes:
+            return 1
+        return len(self.ranks[stage])
 
     def late(self, stage: int) -> int:
         """Return how many updates late the gradients of `stage` are."""

@@ -148,5 +148,7 @@ def _readable(address: str) -> str:
     """
     words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
     found = ipaddress.ip_address(b"".join(words))
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    mapped = None
+    if isinstance(found, ipaddress.IPv6Address):
+        mapped = found.ipv4_mapped
     return str(mapped or found)

@@ -113,7 +113,9 @@ def compared(
 def _relative_difference(one: float, other: float) -> float:
     """Return how far a loss is from the expected one; infinity for one that is no number."""
     difference = abs(one - other) / abs(other)
-    return math.inf if math.isnan(difference) else difference
+    if math.isnan(difference):
+        return math.inf
+    return difference
 
 
 def train_alone(
@@ -192,7 +194,9 @@ def memory_cases(lab: Lab) -> Iterator[Case]:
 
 
 def _memory_is_as_predicted(lab: Lab, schedule: Schedule) -> Outcome:
-    batch_size = MEMORY_BATCH_SIZE_GPU if lab.on_gpu else MEMORY_BATCH_SIZE_CPU
+    batch_size = MEMORY_BATCH_SIZE_CPU
+    if lab.on_gpu:
+        batch_size = MEMORY_BATCH_SIZE_GPU
     # glibc keeps what is freed. A worker that gives blocks back has the size of what it uses.
     with large_blocks_apart():
         profile = lab.profile(TRANSFORMER, batch_size)

@@ -58,7 +58,7 @@ class ClusterLinks:
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
         """Return the links that an all-reduce crosses, and its latency."""
         span = self.topology.span(ranks)
-        link = self.topology.link(span)
+        link = self.topology.link(span, ranks)
         links = dict.fromkeys(
             self._link(number, rank, sends)
             for number in range(span + 1)
@@ -88,7 +88,8 @@ class ClusterLinks:
     def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
         key = level, rank // self._sharers[level], sends
         if key not in self._links:
-            self._links[key] = LinkDirection(self._bandwidths[level])
+            rate = self._bandwidths[level] * self.topology.link_ratio(level, rank)
+            self._links[key] = LinkDirection(rate)
         return self._links[key]
 
 
@@ -154,7 +155,9 @@ class Collective:
             joined.backward_start_s = start_s
             joined.backward_s = backward_s
         joined.arrived_s = max(joined.arrived_s, arrived_s)
-        return joined if joined.joined == len(self.joined) else None
+        if joined.joined == len(self.joined):
+            return joined
+        return None
 
     def leave(self, number: int) -> None:
         """Note that a replica has passed a round, which is forgotten when all have."""
@@ -215,18 +218,16 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
-        if isinstance(send, SendActivation):
-            ends = (send.stage, send.peer_stage)
-        else:
-            ends = (send.peer_stage, send.stage)
-        if isinstance(send, SendShared):
+        forward = isinstance(send, SendActivation)
+        shared = isinstance(send, SendShared)
+        ends = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
+        if shared:
             size_bytes: float = self._costs.shared_bytes[ends]
         else:
-            size_bytes = self._costs.transfer_bytes[ends][not isinstance(send, SendActivation)]
+            size_bytes = self._costs.transfer_bytes[ends][not forward]
             size_bytes *= self._costs.factor(self._costs.transfer_shares.get(ends, ()), send.unit)
-        queue = self._queue(
-            rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared)
-        )
+
+        queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, shared)
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)
 
@@ -258,7 +259,8 @@ class Communication:
         """Queue a part of a round, of this share of its bytes, that is ready on all replicas."""
 
         def arrived(start_s: float, end_s: float) -> None:
-            round_.start_s = start_s if round_.start_s is None else round_.start_s
+            if round_.start_s is None:
+                round_.start_s = start_s
             round_.carried |= end_s > start_s
             round_.parts_left -= 1
             if round_.parts_left == 0:

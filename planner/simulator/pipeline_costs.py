@@ -59,7 +59,9 @@ class StageCosts:
     @property
     def gathered_bytes(self) -> float:
         """The same for the all-gather after the update, which is the other half."""
-        return self.gradient_bytes / 2 if self.sharded else 0.0
+        if not self.sharded:
+            return 0.0
+        return self.gradient_bytes / 2
 
     def buckets(self, backward_s: float) -> Buckets:
         """Return the buckets that a backward of this length fills, with what recomputes
@@ -130,6 +132,7 @@ class PipelineCosts:
         return (
             self.shape,
             self.cluster.levels,
+            tuple((kind.count, kind.link_ratios) for kind in self.cluster.kinds),
             self.cluster.overlap,
             self.stages,
             exchanged,

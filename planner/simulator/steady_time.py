@@ -230,7 +230,9 @@ def steady_minibatches(shape: PipelineShape) -> int:
         if shape.microbatches == 1:
             return FEWEST * max(replicas)
         # With 8 or more microbatches, the last half of fewer minibatches is more than one already.
-        return FEWEST if shape.microbatches < 8 else FEWEST - 1
+        if shape.microbatches < 8:
+            return FEWEST
+        return FEWEST - 1
 
     # Four times as many as are in flight, and if possible several periods of the round-robin.
     flying = 4 * shape.in_flight(0) * replicas[0] // shape.microbatches

@@ -293,7 +293,9 @@ def _later(one: Event | None, other: Event | None) -> Event | None:
     """Return the event that ends later, the first of two that end at once."""
     if one is None or other is None:
         return one or other
-    return other if other.end_s > one.end_s else one
+    if other.end_s > one.end_s:
+        return other
+    return one
 
 
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:
@@ -323,4 +325,6 @@ def _links(
 
 
 def _share(busy_s: float, length_s: float) -> float:
-    return float(busy_s / length_s) if length_s > 0 else 0.0
+    if length_s > 0:
+        return float(busy_s / length_s)
+    return 0.0

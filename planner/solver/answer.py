@@ -220,7 +220,9 @@ def _all_cuts(problem: Problem) -> frozenset[int]:
 def _most_cuts(problem: Problem) -> int:
     quick = problem.schedule.asynchronous and problem.cluster.memory_bytes is None
     tuning = problem.tuning.answer
-    return tuning.most_cuts if quick else tuning.most_limited_cuts
+    if quick:
+        return tuning.most_cuts
+    return tuning.most_limited_cuts
 
 
 def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:

@@ -201,7 +201,9 @@ def _ratio(amount: float | None, count: float | None) -> float | None:
 def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
     divided = any(stage.options.divides_layers for stage in best.stages)
     interval = interval_of(problem.layer_costs.given, problem.cluster, divided=divided)
-    return None if interval is None else (interval.least, interval.most)
+    if interval is None:
+        return None
+    return (interval.least, interval.most)
 
 
 def _one_gpu_s(problem: Problem) -> float:

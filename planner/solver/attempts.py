@@ -190,4 +190,6 @@ def _price_s(plan: Evaluation | None) -> float:
     """Return the seconds of a plan by the cost model, which candidates are compared with; infinity
     without a plan.
     """
-    return math.inf if plan is None else plan.price_s
+    if plan is None:
+        return math.inf
+    return plan.price_s

@@ -13,10 +13,12 @@ from itertools import zip_longest
 
 from planner.errors import ClusterError, InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.device_kinds import cluster_for
 from planner.formats.files import replace
 from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.formats.quantities import MOST_GPUS
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import groups_of
 from planner.solver.clock import Clock
@@ -39,6 +41,7 @@ class FitRequest:
         clock: when all answers must be there.
         tuning: of each plan, and of how long the search for it may take.
         run: the whole training, where it is to be paid: then more GPUs are tried, too.
+        alone: the clusters of each kind alone, where GPUs are of several kinds.
     """
 
     profiles: Profiles
@@ -48,10 +51,36 @@ class FitRequest:
     clock: Clock
     tuning: Tuning = STANDARD
     run: TrainingRun | None = None
+    alone: Sequence[Cluster] = ()
 
-    def about(self, profile: Profile, gpus: int, clock: Clock) -> Request:
-        """Return the request for a plan of so many GPUs."""
-        return Request(profile, self.cluster_of(gpus), self.options, clock, self.tuning)
+    def about(self, profile: Profile, clock: Clock) -> Request:
+        """Return the request for a plan of all GPUs."""
+        return self.on(self.cluster_of(self.gpus), profile, clock)
+
+    def on(self, cluster: Cluster, profile: Profile, clock: Clock) -> Request:
+        """Return the request for a plan on a cluster."""
+        known = cluster_for(profile, cluster)
+        return Request(profile, known, self.options, clock, self.tuning)
+
+    def beside(self, *, fits: bool) -> list[Cluster]:
+        """Return the clusters to look at beside all GPUs, the nearest first: smaller ones where the
+        model fits, else larger ones; both where the training is to be paid.
+        """
+        if not fits:
+            return self._larger()
+        smaller = list(self.alone)
+        if not smaller:
+            halves = range(1, self.gpus.bit_length())
+            smaller = [self.cluster_of(self.gpus // 2**n) for n in halves]
+        if self.run is None:
+            return smaller
+        return _by_turns(self._larger()[: self.tuning.fit.larger_counts], smaller)
+
+    def _larger(self) -> list[Cluster]:
+        """Return the clusters of twice as many GPUs and so on."""
+        powers = range(1, self.tuning.fit.most_gpus_ratio.bit_length())
+        counts = [self.gpus * 2**power for power in powers]
+        return [self.cluster_of(count) for count in counts if count <= MOST_GPUS]
 
     def with_clock(self, clock: Clock) -> "FitRequest":
         """Ask for all answers at another time."""
@@ -61,7 +90,7 @@ class FitRequest:
         """Return seconds of a sample that no plan for the profile is below, divided layers or
         not.
         """
-        return least_sample_s(self.about(profile, self.gpus, self.clock), self.profiles.ranks)
+        return least_sample_s(self.about(profile, self.clock), self.profiles.ranks)
 
 
 def fit(request: FitRequest) -> tuple[Fit, Profile]:
@@ -70,7 +99,7 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
     """
     clock = request.clock
     tuning = request.tuning.fit
-    sizing = request.about(request.profiles.smallest, request.gpus, clock.part(tuning.sizing_share))
+    sizing = request.about(request.profiles.smallest, clock.part(tuning.sizing_share))
     sizes = promising_sizes(request.profiles, sizing)
 
     began_s = time.monotonic()
@@ -97,15 +126,15 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
 
 def _row_asked(request: FitRequest, profile: Profile, clock: Clock) -> FitRow:
     """Solve for the number of GPUs that was asked about, and explain why nothing fits."""
-    return _row(request.about(profile, request.gpus, clock), solve)
+    return _row(request.about(profile, clock), solve)
 
 
-def _row_beside(request: FitRequest, profile: Profile, gpus: int, clock: Clock) -> FitRow:
-    """Solve for another number of GPUs, without explanations, which take searches.
+def _row_beside(request: FitRequest, profile: Profile, cluster: Cluster, clock: Clock) -> FitRow:
+    """Solve for another cluster, without explanations, which take searches.
 
-    Of the numbers of ranks that the user named, those count that so many GPUs make groups of.
+    Of the numbers of ranks that the user named, those count that its GPUs make groups of.
     """
-    asked = request.about(profile, gpus, clock)
+    asked = request.on(cluster, profile, clock)
     named = asked.options.tensor
     if not named:
         return _row(asked, solve_unexplained)
@@ -113,8 +142,9 @@ def _row_beside(request: FitRequest, profile: Profile, gpus: int, clock: Clock) 
     possible = tuple(degree for degree in named if _makes_groups(asked.cluster, degree))
     if not possible:
         ranks = ", ".join(map(str, named))
-        few = counted(gpus, "GPU")
-        return FitRow(gpus=gpus, plan=None, why_not=f"no groups of {ranks} ranks in {few}")
+        few = counted(cluster.gpus, "GPU")
+        why_not = f"no groups of {ranks} ranks in {few}"
+        return FitRow(gpus=cluster.gpus, plan=None, why_not=why_not)
     options = replace(asked.options, tensor=possible)
     return _row(asked.with_options(options), solve_unexplained)
 
@@ -129,13 +159,15 @@ def _makes_groups(cluster: Cluster, degree: int) -> bool:
 
 def _row(request: Request, find: Callable[[Request], Plan]) -> FitRow:
     gpus = request.cluster.gpus
+    kinds = request.cluster.kinds_words
     try:
-        return FitRow(gpus=gpus, plan=find(request))
+        return FitRow(gpus=gpus, kinds=kinds, plan=find(request))
     except InputError:
         raise
     except PlannerError as error:  # none fits, or there was too little time
         return FitRow(
             gpus=gpus,
+            kinds=kinds,
             plan=None,
             why_not=error.message,
             hint=error.hint,
@@ -258,7 +290,7 @@ class _SizeSearch:
         for way in best.baselines:
             seconds = scale * way.seconds_per_microbatch
             rows.append(replace(way, seconds_per_microbatch=seconds))
-        return FitRow(gpus=row.gpus, plan=replace(plan, baselines=tuple(rows)))
+        return replace(row, plan=replace(plan, baselines=tuple(rows)))
 
 
 def _other_numbers(
@@ -268,48 +300,42 @@ def _other_numbers(
     took_s: float,
 ) -> tuple[list[FitRow], list[str]]:
     """Solve for fewer GPUs down to those that do not do, or for more up to those that do, as far as
-    there is time.
+    there is time; of several kinds, for each alone.
 
     `took_s` is how long the number that was asked about took. Return the rows, and what was not
     tried.
     """
     clock = request.clock
     tuning = request.tuning.fit
-    gpus = request.gpus
-    fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
-    more = [gpus * 2**n for n in range(1, tuning.most_gpus_ratio.bit_length())]
-    if asked.plan is None:
-        counts = more
-    elif request.run is None:
-        counts = fewer
-    else:
-        counts = _by_turns(more[: tuning.larger_counts], fewer)
+    fits = asked.plan is not None
+    clusters = request.beside(fits=fits)
 
     rows = list[FitRow]()
     took_s *= tuning.next_seconds_ratio
-    for index, count in enumerate(counts):
+    for index, cluster in enumerate(clusters):
         left_s = clock.left_s
         if left_s is not None and left_s <= tuning.max_seconds_ratio * took_s:
-            return rows, [_gpus_words(counts[index:])]
-        clock.progress.step = f"{count} GPUs"
+            return rows, [_gpus_words(clusters[index:])]
+        clock.progress.step = _gpus_words([cluster])
         began_s = time.monotonic()
-        rows.append(_row_beside(request, profile, count, clock.part(1 / (len(counts) - index))))
+        part = clock.part(1 / (len(clusters) - index))
+        rows.append(_row_beside(request, profile, cluster, part))
         took_s = time.monotonic() - began_s
         answered = rows[-1].plan is not None
-        if count < gpus and not answered:
-            break  # nor do fewer do
-        if asked.plan is None and answered:
+        if cluster.gpus < request.gpus and not answered and not request.alone:
+            break  # nor do fewer do; but where GPUs of one kind do not, those of another may
+        if not fits and answered:
             break
     return rows, []
 
 
-def _by_turns(more: Sequence[int], fewer: Sequence[int]) -> list[int]:
-    """Return numbers of GPUs from the nearest on, more and fewer by turns."""
+def _by_turns(more: Sequence[Cluster], fewer: Sequence[Cluster]) -> list[Cluster]:
+    """Return clusters from the nearest on, of more and of fewer GPUs by turns."""
     pairs = zip_longest(more, fewer)
-    return [count for pair in pairs for count in pair if count is not None]
+    return [cluster for pair in pairs for cluster in pair if cluster is not None]
 
 
-def _gpus_words(counts: Sequence[int]) -> str:
-    """Write numbers of GPUs: "1 GPU", "4, 2, 1 GPUs"."""
-    numbers = ", ".join(map(str, counts))
+def _gpus_words(clusters: Sequence[Cluster]) -> str:
+    """Write numbers of GPUs: "1 GPU", "4, 2, 1 GPUs", "12 v100 GPUs"."""
+    numbers = ", ".join(cluster.kinds_words or str(cluster.gpus) for cluster in clusters)
     return f"{numbers} GPU{'' if numbers == '1' else 's'}"

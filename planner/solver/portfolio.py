@@ -129,4 +129,6 @@ def _anywhere_s(problem: Problem, cuts: SearchedCuts) -> float:
     """Return seconds that no plan is below whatever its cuts, where it may have others than those
     searched.
     """
-    return relaxed_s(problem) if cuts.improved else math.inf
+    if not cuts.improved:
+        return math.inf
+    return relaxed_s(problem)

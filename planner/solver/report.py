@@ -40,4 +40,6 @@ def _asked(rules: StageRules) -> AskedRules | None:
         max_staleness=rules.max_staleness,
         granularity=rules.granularity,
     )
-    return None if asked == AskedRules() else asked
+    if asked == AskedRules():
+        return None
+    return asked

@@ -49,7 +49,9 @@ class RecomputedLayers(Recomputes):
     @property
     def recompute_groups(self) -> NamedGroups:
         if isinstance(self.recompute, bool):
-            return (self.layers,) if self.recompute else ()
+            if not self.recompute:
+                return ()
+            return (self.layers,)
         return self.recompute
 
     @property
@@ -64,7 +66,9 @@ class RecomputedLayers(Recomputes):
         groups = len(self.recompute_groups)
         again = len(self.recomputed_layers)
         if again <= groups:
-            return f"{again} layer{'s' * (again > 1)}" if again else ""
+            if not again:
+                return ""
+            return f"{again} layer{'s' * (again > 1)}"
         return f"{groups} block{'s' * (groups > 1)}, {again} layers"
 
 

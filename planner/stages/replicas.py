@@ -16,7 +16,9 @@ def most_replicas(schedule: Schedule, microbatches: int, gpus: int) -> int:
 
     Others would idle, or the minibatch would have to grow.
     """
-    return min(gpus, microbatches) if schedule.divides else gpus
+    if not schedule.divides:
+        return gpus
+    return min(gpus, microbatches)
 
 
 def samples_per_update(

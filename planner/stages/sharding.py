@@ -52,7 +52,9 @@ class Sharding(NamedTuple):
     @property
     def title(self) -> str:
         """The name in tables of ways to train."""
-        return _HYBRID if self.group else _TITLES[self.level]
+        if self.group:
+            return _HYBRID
+        return _TITLES[self.level]
 
     def less(self) -> Iterator["Sharding"]:
         """Yield what divides less, the least first, in the same groups where these are possible."""

@@ -84,4 +84,6 @@ def any_divided(stages: Iterable[DividedLayers]) -> bool:
 def one_degree(stages: Iterable[DividedLayers]) -> int | None:
     """Return the ranks that all replicas of all stages have; None where they differ."""
     degrees = {stage.tensor for stage in stages}
-    return degrees.pop() if len(degrees) == 1 else None
+    if len(degrees) != 1:
+        return None
+    return degrees.pop()

@@ -32,7 +32,9 @@ class Cast:
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the value at a place."""
-        return place if self.dtype == dtype else place.to(dtype)
+        if self.dtype == dtype:
+            return place
+        return place.to(dtype)
 
 
 @dataclass(frozen=True)

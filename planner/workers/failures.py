@@ -56,7 +56,9 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     known = error if isinstance(error, PlannerError) else None
     memory = memory_failure(error)
     message = memory or (known.message if known else reason_of(error))
-    hint = MEMORY_HINT if memory else known.hint if known else TRACEBACK_HINT
+    hint = MEMORY_HINT
+    if not memory:
+        hint = known.hint if known else TRACEBACK_HINT
     if isinstance(known, LayerError):
         message += _at(_resolve(known.place, job))
     elif memory or not known:
@@ -137,7 +139,9 @@ def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
 
 
 def _at(place: str | None) -> str:
-    return f" ({_shorter(place)})" if place else ""
+    if not place:
+        return ""
+    return f" ({_shorter(place)})"
 
 
 def _shorter(place: str) -> str:

@@ -60,7 +60,9 @@ class DataGroups:
         self._place = place
         # Whether messages of one group are told apart by tags, so that one group does for many.
         self.tagged = place.backend == GLOO
-        self._timeout = timeout if self.tagged else max(timeout, _POSTED_FOR)
+        self._timeout = timeout
+        if not self.tagged:
+            self._timeout = max(timeout, _POSTED_FOR)
         self._unused: list[Callable[[torch.Tensor], dist.Work | None]] = []
         self._own = 0  # groups that this worker is in
 

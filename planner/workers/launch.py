@@ -145,7 +145,9 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
     def tell(exit_codes: Mapping[int, int]) -> None:
         for rank, code in exit_codes.items():
             if code < 0:
-                why = f"; {MEMORY_HINT}" if code == -signal.SIGKILL else ""
+                why = ""
+                if code == -signal.SIGKILL:
+                    why = f"; {MEMORY_HINT}"
                 note(f"worker {rank} was {_ended_by(code)}{why}")
 
     least, most = job.elastic.hosts
@@ -297,7 +299,9 @@ def launching(interface: str | None, **more: str) -> Iterator[None]:
         **GPU_VARIABLES,
     }
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
-    chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
+    chosen = {}
+    if interface is not None:
+        chosen = dict.fromkeys(VARIABLES, interface)
     with (
         _quiet_launcher(),
         environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}),

@@ -91,7 +91,9 @@ def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
         for found in _TASKS.finditer(listed)
         for _ in range(int(found["nodes"] or 1))
     ]
-    return counts[node] if node < len(counts) else counts[-1]
+    if node < len(counts):
+        return counts[node]
+    return counts[-1]
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str | None:

@@ -102,7 +102,9 @@ def visible_gpus(kind: DeviceType) -> tuple[Gpu, ...]:
         # same devices.
         uuid = str(getattr(properties, "uuid", f"{socket.gethostname()} {device}"))
         bus = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        board = None if None in bus else ":".join(f"{part:02x}" for part in bus)
+        board = None
+        if None not in bus:
+            board = ":".join(f"{part:02x}" for part in bus)
         found.append(Gpu(uuid=uuid, name=properties.name, board=board))
     return tuple(found)
 
@@ -182,7 +184,9 @@ def choose_place(
         return CPU
     without = [seat for seat in seats if not seat.gpus or seat.kind != device]
     if without:
-        others = "" if len(without) == len(seats) else ", but others do"
+        others = ", but others do"
+        if len(without) == len(seats):
+            others = ""
         hint = (
             f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right?"
         )

@@ -46,6 +46,7 @@ LAST_CALL_S = 3
 SILENT_S = 5
 JOIN_S = 600
 _TIMEOUT = timedelta(minutes=1)  # for an answer of a store
+_WORLD = "agents"  # the key of how many have met
 
 
 class OneHost(RendezvousHandler):
@@ -107,20 +108,29 @@ class Agent(RendezvousHandler):
         return HOSTS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other hosts, and agree on the store of this start."""
+        """Meet the other hosts, and agree on their number and the store of this start."""
         while True:
             with suppress(DistStoreError):  # that agent was lost before it told where its store is
-                return self._in_new_store(self._meeting.next_rendezvous())
+                met = self._meeting.next_rendezvous()
+                place = self._in_new_store(met)
+                if place is not None:
+                    return RendezvousInfo(met.store, met.rank, met.world_size, place)
 
-    def _in_new_store(self, met: RendezvousInfo) -> RendezvousInfo:
+    def _in_new_store(self, met: RendezvousInfo) -> RendezvousStoreInfo | None:
+        """Return the store of this start; None where another agent has left it already.
+
+        PyTorch counts the agents when it returns, and not when all have met: an agent that is slow
+        to return would miss one whose workers have failed meanwhile.
+        """
+        told = PrefixStore("planner", met.store)
         port = None
         if met.rank == 0:
             assert self._address is not None, "a launcher of ours gives its address"
             self._opened = open_store(self._address, 0)
             port = self._opened.port
-        told = PrefixStore("planner", met.store)
+            told.set(_WORLD, str(met.world_size))
         place = RendezvousStoreInfo.build(met.rank, told, self._address, port)
-        return RendezvousInfo(met.store, met.rank, met.world_size, place)
+        return place if int(told.get(_WORLD)) == met.world_size else None
 
     def is_closed(self) -> bool:
         return self._meeting.is_closed()

@@ -47,7 +47,9 @@ def secret_of_hosts(path: Path) -> str:
     file at `path`.
     """
     secret = run_secret()
-    return secret_in(path) if secret is None else secret.decode()
+    if secret is None:
+        return secret_in(path)
+    return secret.decode()
 
 
 def default_file(run: str, rendezvous: str) -> Path:

@@ -94,10 +94,16 @@ class SecretStore(Store):
         """See base class."""
         name = self._name(key)
         # An empty value stands for none, as in PyTorch's stores.
-        expected = self._sealed(name, expected_value) if expected_value else b""
-        desired = self._sealed(name, desired_value) if desired_value else b""
+        expected = b""
+        if expected_value:
+            expected = self._sealed(name, expected_value)
+        desired = b""
+        if desired_value:
+            desired = self._sealed(name, desired_value)
         answer = self._compare_set(name, expected, desired)
-        return self._opened(key, answer) if answer else b""
+        if not answer:
+            return b""
+        return self._opened(key, answer)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check([self._name(key) for key in keys]))
@@ -133,7 +139,10 @@ class SecretStore(Store):
         return f"planner/{hmac.new(self._name_secret, key.encode(), _HASH).hexdigest()}"
 
     def _sealed(self, name: str, value: str | bytes) -> bytes:
-        content = value.encode() if isinstance(value, str) else bytes(value)
+        if isinstance(value, str):
+            content = value.encode()
+        else:
+            content = bytes(value)
         return self._code(name, content) + content
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
@@ -165,7 +174,9 @@ def protected(store: Store) -> Store:
     has no secret.
     """
     secret = run_secret()
-    return store if secret is None else SecretStore(store, secret)
+    if secret is None:
+        return store
+    return SecretStore(store, secret)
 
 
 def group_keys(store: Store) -> Store:

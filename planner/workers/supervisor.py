@@ -115,7 +115,9 @@ class Supervisor:
         self._end_process = end_process
         # The last one of all that were started: a plan of one worker may leave others idle.
         if self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
-            allows_more = _FOR_SCRIPTS if self._script else "`hang_timeout_s=SECONDS`"
+            allows_more = "`hang_timeout_s=SECONDS`"
+            if self._script:
+                allows_more = _FOR_SCRIPTS
             self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])

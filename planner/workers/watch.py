@@ -154,7 +154,9 @@ class HangDetector:
 
     def _found(self, rank: int, stuck_s: float) -> str:
         beat = self._seen[rank].page.beat
-        device = "" if beat.device is None else f", its device {beat.device.doing}"
+        device = ""
+        if beat.device is not None:
+            device = f", its device {beat.device.doing}"
         return f"has not moved for {stuck_s:.0f} s, {beat.doing}{device}"
 
     def _failure(self, rank: int, message: str) -> Failure:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import planner
+from planner.formats.cluster import DeviceKind
+from planner.formats.device_kinds import profile_on
 from tests.cli.in_process import plan
 from tests.cli.test_profile import MODEL
 
@@ -169,6 +173,61 @@ def test_days_and_cost_are_part_of_the_answer(tmp_path: Path) -> None:
     assert re.search(r"cheapest of these: \d GPUs?, [\d.]+ days, \$[\d.]+", fitted.stdout)
 
 
+def test_kinds_of_gpus_have_their_own_times_memory_and_links(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    links = "v100=nvlink2,10Gbps,t4=4GB/s,50Gbps"
+    asked = ("--gpu", "v100=8,t4=4", "--batch-size", "4", "--bandwidth", links, "--json")
+    fitted = plan("fit", "model.py", *asked, cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    answer = json.loads(fitted.stdout)
+
+    cluster = answer["asked"]["plan"]["cluster"]
+    levels = [(level["size"], level["bandwidth_bytes_per_s"]) for level in cluster["levels"]]
+    assert levels == [(4, 4e9), (3, 1.25e9)]
+    v100, t4 = cluster["kinds"]
+    assert [(each["name"], each["count"]) for each in (v100, t4)] == [("v100", 8), ("t4", 4)]
+    assert v100["link_ratios"] == [150e9 * 0.76 / 4e9, 1.0]
+    assert t4["link_ratios"] == [1.0, 5.0]
+    assert v100["memory_bytes"] > t4["memory_bytes"]
+
+    assert [(row["gpus"], row["kinds"]) for row in answer["others"]] == [(8, "8 v100"), (4, "4 t4")]
+    for row in answer["others"]:
+        assert row["plan"]["cluster"]["kinds"][0]["count"] == row["gpus"]
+    # the other verbs read what was written
+    assert plan("show", cwd=tmp_path).returncode == 0
+    solved = ("--gpus", "12", "--kinds", "v100=8,t4=4", "--bandwidth", "1Gbps")
+    assert plan("solve", *solved, cwd=tmp_path).returncode == 0
+
+
+def test_kinds_of_gpus_as_python_gives_them(tmp_path: Path) -> None:
+    """As a mapping, in one server or in several; the profile of each kind is its own estimate."""
+    (tmp_path / "model.py").write_text(MODEL)
+    how: dict[str, Any] = {"batch_size": 4, "dtype": "float16", "tensor": (1,)}
+    mixed = planner.fit(
+        tmp_path / "model.py", gpu={"V100": 2, "t4": 2}, servers=1, bandwidth="pcie3", **how
+    )
+    assert mixed.asked.plan is not None
+    assert [level.size for level in mixed.asked.plan.cluster.levels] == [4]
+    both = planner.load_profile(tmp_path / "profile.json")
+    for kind, name in zip(both.kinds or (), ("v100", "t4"), strict=True):
+        planner.fit(tmp_path / "model.py", 2, gpu=name, **how)
+        alone = planner.load_profile(tmp_path / "profile.json")
+        own = profile_on(both, DeviceKind(count=1, name=kind.name))
+        assert (own.layers, own.device) == (alone.layers, alone.device)
+
+
+def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    answers = [
+        json.loads(plan("fit", "model.py", *asked, "--json", cwd=tmp_path).stdout)["asked"]
+        for asked in (("--gpu", "t4=4"), ("--gpu", "t4", "--gpus", "4"))
+    ]
+    one, other = (answer["plan"] for answer in answers)
+    assert one["cluster"] == other["cluster"]
+    assert one["stages"] == other["stages"]
+    assert not one["cluster"]["kinds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,6 +272,50 @@ def test_days_and_cost_are_part_of_the_answer(tmp_path: Path) -> None:
         (("model.py", "--gpus", str(10**12)), "a cluster of 1000000000000 GPUs is beyond"),
         (("model.py", "--gpus", "0"), "'0' is not a number of 1 or more"),
         (("model.py",), "--gpus"),
+        (
+            ("model.py", "--gpu", "v100=2,t5=2"),
+            "--gpu t5 is no kind of GPU that is known\nhint: known are titan-x",
+        ),
+        (("model.py", "--gpu", "v100=2,t4=0"), "--gpu has 0 GPUs of the kind t4"),
+        (
+            ("model.py", "--gpu", "v100=2,t4"),
+            "'t4' in --gpu v100=2,t4 does not say how many GPUs of which kind there are\n"
+            "hint: write NAME=N,NAME=N, as in --gpu v100=12,t4=4",
+        ),
+        (("model.py", "--gpu", "v100=2,v100=4"), "--gpu v100=2,v100=4 names v100 twice"),
+        (
+            ("model.py", "--gpu", "v100=2,t4=2", "--gpus", "8"),
+            "--gpu v100=2,t4=2 are 4 GPUs, not --gpus 8\nhint: leave out --gpus",
+        ),
+        (("model.py", "--gpu", "t4=2", "--gpus", "8"), "--gpu t4=2 are 2 GPUs, not --gpus 8"),
+        (
+            ("model.py", "--gpu", "v100=4,t4=4", "--servers", "3"),
+            "8 GPUs are not divided evenly over 3 servers",
+        ),
+        (
+            ("model.py", "--gpu", "v100=4,t4=4", "--bandwidth", "a100=nvlink3,1Gbps"),
+            "--bandwidth has rates of a100, and the GPUs are v100, t4",
+        ),
+        (
+            ("model.py", "--gpu", "v100=4,t4=4", "--bandwidth", "v100=nvlink2,t4=1Gbps,1Gbps"),
+            "--bandwidth has 1 rate for 2 servers",
+        ),
+        (
+            ("model.py", "--gpu", "v100=4,t4=4", "--bandwidth", "1Gbps,v100=1Gbps"),
+            "'1Gbps' in --bandwidth 1Gbps,v100=1Gbps comes before the name of a kind",
+        ),
+        (
+            ("model.py", "--gpus", "4", "--bandwidth", "t4=1Gbps"),
+            "--bandwidth has rates of kinds of GPUs, and all GPUs are a100-80gb",
+        ),
+        (
+            ("gpt2", "--gpu", "v100=4,t4=4", "--lora", "8", "--bits", "4"),
+            "--bits 4 is not estimated for several kinds of GPUs",
+        ),
+        (
+            ("model.py", "--gpu", "v100=4,a100=4", "--dtype", "bfloat16"),
+            "device 'v100' has no bfloat16 arithmetic",
+        ),
     ],
 )
 def test_wrong_questions_are_told_in_a_sentence(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.formats.cluster import flat_cluster
+from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.profile import Device
 from planner.plan import confidence
 from planner.plan.confidence import Interval, interval_of, interval_of_kind
@@ -59,3 +60,16 @@ def test_kernels_that_nobody_measured_have_the_widest() -> None:
 def test_the_table_says_where_it_comes_from() -> None:
     assert TABLE["made_by"] == "python -m benchmarks.gpu_truth.intervals"
     assert all(kind["sets"] for kind in TABLE["kinds"])
+
+
+def test_several_kinds_of_gpus_have_the_widest_of_theirs() -> None:
+    devices = [Device(kind="cuda", name=DEVICES[name].name) for name in ("t4", "a100-80gb")]
+    models = [profile(layer("a")).model_copy(update={"device": device}) for device in devices]
+    both = profile_of_kinds(
+        {device.name: model for device, model in zip(devices, models, strict=True)}
+    )
+    alone = [interval_of(each, flat_cluster(2, 1e9), divided=False) for each in models]
+    found = interval_of(both, flat_cluster(2, 1e9), divided=False)
+    assert found == Interval(
+        min(each.least for each in alone if each), max(each.most for each in alone if each)
+    )

@@ -11,13 +11,15 @@ import pytest
 
 from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
-from planner.cost.network.link import Link
+from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.overheads import COMMUNICATOR_BYTES
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on, profile_at
 from planner.errors import ClusterError, InfeasibleError, PlannerError
-from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
+from planner.formats.device_kinds import profile_of_kinds
+from planner.formats.files import replace
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
@@ -405,3 +407,85 @@ def test_groups_of_ranks_have_room_for_their_own_communicator() -> None:
         answers += 1
         assert not any(map(plan.lacking_bytes, range(len(plan.stages)))), memory_bytes
     assert answers > 20
+
+
+KINDS = tuple(DeviceKind(name=name, count=4) for name in ("one", "two"))
+OF_KINDS = replace(hierarchical_cluster((4, 2), (100.0, 10.0)), kinds=KINDS)
+IN_GROUPS = OwnPlan(
+    stages=(
+        OwnStage(layers=tuple(each.name for each in CHAIN.layers[:4]), replicas=2, tensor=2),
+        OwnStage(layers=tuple(each.name for each in CHAIN.layers[4:]), replicas=2, tensor=2),
+    ),
+    schedule=find("1f1b-flush"),
+    microbatches=4,
+)
+
+
+def times_as_long(model: Profile, times: float) -> Profile:
+    """Return the profile of a slower device."""
+    seconds = ("forward_s", "backward_s", "update_s")
+    layers = tuple(
+        each.model_copy(update={name: times * getattr(each, name) for name in seconds})
+        for each in model.layers
+    )
+    return divided(model.model_copy(update={"layers": layers, "tensor": None}), 2)
+
+
+def test_two_kinds_that_are_alike_divide_layers_as_one_does() -> None:
+    model = divided(CHAIN, 2)
+    both = profile_of_kinds({"one": model, "two": model})
+    plain = given_plan.price(model, replace(OF_KINDS, kinds=()), IN_GROUPS)
+    alike = given_plan.price(both, OF_KINDS, IN_GROUPS)
+    assert alike.config == plain.config == "2x2-2x2"
+    assert alike.predicted == plain.predicted
+    assert [stage.ranks for stage in alike.stages] == [stage.ranks for stage in plain.stages]
+
+
+def test_each_kind_divides_layers_in_its_own_time_and_over_its_own_links() -> None:
+    fast, slow = divided(CHAIN, 2), times_as_long(CHAIN, 3.0)
+    mixed = given_plan.price(profile_of_kinds({"one": fast, "two": slow}), OF_KINDS, IN_GROUPS)
+    alone = [
+        given_plan.price(each, replace(OF_KINDS, kinds=()), IN_GROUPS) for each in (fast, slow)
+    ]
+    for number in range(2):
+        assert mixed.stages[number].forward_s == alone[number].stages[number].forward_s
+        assert mixed.stages[number].update_s == alone[number].stages[number].update_s
+
+    # All-reduces inside the second server take a tenth of the time.
+    kinds = (KINDS[0], replace(KINDS[1], link_ratios=(10.0, 1.0)))
+    both = profile_of_kinds({"one": fast, "two": fast})
+    faster = given_plan.price(both, replace(OF_KINDS, kinds=kinds), IN_GROUPS)
+    plain = given_plan.price(both, OF_KINDS, IN_GROUPS)
+    saved_s = 0.9 * 4 * ring_all_reduce_s(2, 2, Link(100.0))
+    assert plain.stages[0].forward_s == faster.stages[0].forward_s
+    assert plain.stages[1].forward_s - faster.stages[1].forward_s == pytest.approx(saved_s)
+
+
+def test_groups_lie_within_a_kind_and_have_one_size() -> None:
+    both = profile_of_kinds({"one": divided(CHAIN, 2, 4), "two": divided(CHAIN, 2, 4)})
+    uneven = tuple(replace(kind, count=count) for kind, count in zip(KINDS, (3, 5), strict=True))
+    with pytest.raises(ClusterError, match="3 GPUs of one do not make whole groups of 2 ranks"):
+        given_plan.price(both, replace(OF_KINDS, kinds=uneven), IN_GROUPS)
+    slower = (KINDS[0], replace(KINDS[1], speed=0.5))
+    with pytest.raises(ClusterError, match="groups of 2 ranks need GPUs as fast as"):
+        given_plan.price(both, replace(OF_KINDS, kinds=slower), IN_GROUPS)
+    first, last = IN_GROUPS.stages
+    other = replace(IN_GROUPS, stages=(first, replace(last, replicas=1, tensor=4)))
+    with pytest.raises(
+        ClusterError, match="the groups of all stages have one size, and not 2, 4 ranks"
+    ):
+        given_plan.price(both, OF_KINDS, other)
+
+
+def test_a_search_on_kinds_divides_layers_where_that_is_faster() -> None:
+    """Weights so large that replicas exchange them for longer than groups do their sums."""
+    heavy = profile(
+        *(layer(name, 1.0, 2.0, output_bytes=1, weight_bytes=400) for name in "abcd")
+    ).model_copy(update={"graph_hash": "0123", "optimizer_elementwise": True})
+    both = profile_of_kinds({"one": divided(heavy, 2), "two": divided(heavy, 2)})
+    how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 2}
+    found = solve(both, OF_KINDS, **how)
+    undivided = solve(both, OF_KINDS, tensor=(1,), **how)
+    assert found.divides_layers
+    assert found.predicted.seconds_per_minibatch < undivided.predicted.seconds_per_minibatch
+    check_trainable(found)

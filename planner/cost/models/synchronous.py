@@ -156,7 +156,9 @@ class SynchronousModel(CostModel):
 
     def _filling_s(self, work: Work) -> Floats:
         """Return the seconds of a backward that fill the bubble: 2W."""
-        share = 2 * WEIGHT_SHARE if self.schedule.splits_backward else 0.0
+        share = 0.0
+        if self.schedule.splits_backward:
+            share = 2 * WEIGHT_SHARE
         return np.asarray(share * work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
@@ -174,6 +176,9 @@ class SynchronousModel(CostModel):
 
 
 def _with_links_alike(placement: Placement) -> list[Integers]:
-    """Return the numbers of the stages whose ranks span the same levels, for each span."""
-    spans = np.array([placement.topology.span(ranks) for ranks in placement.ranks])
-    return [np.flatnonzero(spans == span) for span in np.unique(spans)]
+    """Return the numbers of the stages whose all-reduces have the same link, for each link."""
+    rings = [placement.topology.ring(ranks) for ranks in placement.ranks]
+    stages: dict[tuple[int, float], list[int]] = {}
+    for number, ring in enumerate(rings):
+        stages.setdefault(ring, []).append(number)
+    return [np.array(numbers) for _, numbers in sorted(stages.items())]

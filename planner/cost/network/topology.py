@@ -5,6 +5,9 @@ lowest one whose group holds both: it is as slow as the slowest of them, keeps e
 busy for that long, and takes its bytes' time on the link of every group that it leaves or enters,
 which the devices of the group share. A ring all-reduce visits its ranks in ascending order, so it
 crosses the link of each group that it passes through once each way, whichever ranks they are.
+
+Devices of a kind may have links of other rates than their levels'. A link that several of them
+share is as fast as the slowest kind on it.
 """
 
 import math
@@ -64,21 +67,24 @@ class Topology:
         self._handled = (cluster.overlap, cluster.coding_s_per_byte)
         self.groups = np.cumprod([level.size for level in levels])  # ranks in a group of each level
         self._groups = tuple(self.groups.tolist())
-        # Of a message, or within an all-reduce, whose ends meet at each level.
-        self.path_bytes_per_s = np.minimum.accumulate(
-            [level.bandwidth_bytes_per_s for level in levels]
-        )
+        # Of each rank's links to their levels' rates, (levels, ranks); None where all are 1.
+        self._ratios = self._link_ratios(cluster)
+        # Of a message, or within an all-reduce, whose ends meet at each level, of the slowest rank.
+        bandwidths = [level.bandwidth_bytes_per_s for level in levels]
+        self._paths_bytes_per_s = self._of_ranks(bandwidths)
+        self.path_bytes_per_s = self._slowest(self._paths_bytes_per_s)
         reduces = [
             level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s
             for level in levels
         ]
         # Several rings at once share all of a link, of which one alone may not reach all.
-        self.ring_bytes_per_s = np.minimum.accumulate(
+        self._rings_bytes_per_s = self._of_ranks(
             [
                 min(rate, level.ring_bytes_per_s or rate)
                 for rate, level in zip(reduces, levels, strict=True)
             ]
         )
+        self.ring_bytes_per_s = self._slowest(self._rings_bytes_per_s)
         self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
         # The links that several devices share: (level, ranks in one of its members, its
         # bandwidths).
@@ -91,6 +97,61 @@ class Topology:
     def __len__(self) -> int:
         return len(self.groups)
 
+    def _link_ratios(self, cluster: Cluster) -> Floats | None:
+        if not cluster.has_own_links:
+            return None
+        counts = [kind.count for kind in cluster.kinds]
+        rows = []
+        for place, number in enumerate(cluster.joined_numbers):
+            own = [
+                1.0 if kind.link_ratios is None else kind.link_ratios[number]
+                for kind in cluster.kinds
+            ]
+            of_ranks = np.repeat(own, counts)
+            if place > 0 and cluster.levels[number].shared:
+                sharing = int(self.groups[place - 1])
+                slowest = of_ranks.reshape(-1, sharing).min(axis=1)
+                of_ranks = np.repeat(slowest, sharing)
+            rows.append(of_ranks)
+        return np.array(rows)
+
+    def _of_ranks(self, rates: Sequence[float]) -> Floats:
+        """Return the slowest rate up to each level: (levels, ranks), or (levels, 1) where all ranks
+        have the same.
+        """
+        column = np.asarray(rates, dtype=np.float64)[:, None]
+        return np.minimum.accumulate(column if self._ratios is None else column * self._ratios)
+
+    def _slowest(self, rates: Floats, ranks: Ranks | None = None) -> Floats:
+        """Return the slowest rates of these ranks, or of all, by level."""
+        if self._ratios is None:
+            return rates[:, 0]
+        return np.asarray((rates if ranks is None else rates[:, _index(ranks)]).min(axis=1))
+
+    def link_ratio(self, level: int, rank: int) -> float:
+        """Return the ratio of a rank's link to the rate of a level."""
+        return 1.0 if self._ratios is None else float(self._ratios[level, rank])
+
+    def message_bytes_per_s(self, ranks: Ranks, others: Ranks) -> Floats:
+        """Return the rate of each rank's messages to or from a stage, by the level at which their
+        ends meet: (levels, ranks), or (levels, 1) where all ranks have the same.
+        """
+        if self._ratios is None:
+            return self._paths_bytes_per_s
+        own = self._paths_bytes_per_s[:, _index(ranks)]
+        return np.minimum(own, self._slowest(self._paths_bytes_per_s, others)[:, None])
+
+    def pair_bytes_per_s(self, levels: Integers, ranks: Integers, others: Integers) -> Floats:
+        """Return the rate of messages between each pair of ranks, whose ends meet at a level."""
+        if self._ratios is None:
+            return self.path_bytes_per_s[levels]
+        rates = self._paths_bytes_per_s
+        return np.minimum(rates[levels, ranks], rates[levels, others])
+
+    def shared_ratio(self, level: int, ranks: Ranks) -> Floats | float:
+        """Return the ratios of the links that these ranks share to the rate of a level."""
+        return 1.0 if self._ratios is None else self._ratios[level, _index(ranks)]
+
     def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
         """Return the innermost level at which a group holds both ranks, of each pair."""
         inner = self.groups[:-1]
@@ -98,12 +159,14 @@ class Topology:
         other_group = np.asarray(other)[..., None] // inner
         return np.asarray(np.sum(group != other_group, axis=-1), dtype=np.int64)
 
-    def link(self, level: int) -> Link:
-        """Return the link of messages, and of rings, whose ends meet at a level."""
+    def link(self, level: int, ranks: Ranks | None = None) -> Link:
+        """Return the link of messages, and of rings, whose ends meet at a level: that of the
+        slowest of these ranks, or of all.
+        """
         return Link(
-            float(self.path_bytes_per_s[level]),
+            float(self._slowest(self._paths_bytes_per_s, ranks)[level]),
             float(self.latency_s[level]),
-            float(self.ring_bytes_per_s[level]),
+            float(self._slowest(self._rings_bytes_per_s, ranks)[level]),
             *self._handled,
         )
 
@@ -112,23 +175,28 @@ class Topology:
         slowest bandwidth.
         """
         return replace(
-            self.link(self.span(ranks)), bandwidth_bytes_per_s=float(self.path_bytes_per_s[-1])
+            self.link(self.span(ranks), ranks),
+            bandwidth_bytes_per_s=float(self.path_bytes_per_s[-1]),
         )
 
-    def group_link(self, degree: int) -> Link:
-        """Return the link of so many ranks, the first ones, that all-reduce between
+    def group_link(self, degree: int, first: int = 0) -> Link:
+        """Return the link of so many ranks, from the first one, that all-reduce between
         computations.
         """
-        return self.measured_link(range(degree), "sum") or self.stage_link(range(degree))
+        ranks = range(first, first + degree)
+        return self.measured_link(ranks, "sum") or self.stage_link(ranks)
 
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
         """Return the link of what ranks do together between computations, where it was measured on
         all their levels.
         """
         levels = self._levels[: self.span(ranks) + 1]
-        rates = [getattr(level, f"{what}_bandwidth_bytes_per_s") for level in levels]
-        if None in rates:
-            return None
+        rates = list[float]()
+        for number, level in enumerate(levels):
+            rate = getattr(level, f"{what}_bandwidth_bytes_per_s")
+            if rate is None:
+                return None
+            rates.append(rate * float(np.min(self.shared_ratio(number, ranks))))
         latency_s, share, wait_s = (
             # waits are known of sums alone
             max(getattr(level, f"{what}_{name}", None) or 0.0 for level in levels)
@@ -142,6 +210,11 @@ class Topology:
     def span(self, ranks: Ranks) -> int:
         """Return the outermost level that a ring over these ranks crosses."""
         return int(self.level(min(ranks), max(ranks)))
+
+    def ring(self, ranks: Ranks) -> tuple[int, float]:
+        """Return the outermost level that a ring over these ranks crosses, and its rate."""
+        span = self.span(ranks)
+        return span, float(self._slowest(self._rings_bytes_per_s, ranks)[span])
 
     def shares(self, ranks: Ranks, others: Ranks) -> Floats:
         """Return each rank's share of messages per level, to or from a stage: (levels, ranks);
@@ -218,33 +291,40 @@ class Loads:
         """
         output_bytes, gradient_bytes, outputs, gradients = map(float, exchange[:4])
 
-        # 1. Seconds of all messages, by the level at which their ends meet.
-        path_bytes_per_s = self.topology.path_bytes_per_s
-        latency_s = self.topology.latency_s
-        forward_s = output_bytes / path_bytes_per_s + outputs * latency_s
-        back_s = gradient_bytes / path_bytes_per_s + gradients * latency_s
+        # 1. Seconds of each rank's messages, by the level at which their ends meet.
+        latency_s = self.topology.latency_s[:, None]
+
+        def seconds(ranks: Ranks, others: Ranks, shares: Floats) -> tuple[Floats, Floats]:
+            rates = self.topology.message_bytes_per_s(ranks, others)
+            forward_s = output_bytes / rates + outputs * latency_s
+            back_s = gradient_bytes / rates + gradients * latency_s
+            return (forward_s * shares).sum(axis=0), (back_s * shares).sum(axis=0)
 
         # 2. Each rank's own link.
         of_source = self.topology.shares(source, target)
         of_target = self.topology.shares(target, source)
         here = _index(source)
-        self.out[here] += forward_s @ of_source / len(source)
-        self.into[here] += back_s @ of_source / len(source)
+        forward_s, back_s = seconds(source, target, of_source)
+        mean_s = float((forward_s + back_s).mean())
+        self.out[here] += forward_s / len(source)
+        self.into[here] += back_s / len(source)
         there = _index(target)
-        self.into[there] += forward_s @ of_target / len(target)
-        self.out[there] += back_s @ of_target / len(target)
+        forward_s, back_s = seconds(target, source, of_target)
+        self.into[there] += forward_s / len(target)
+        self.out[there] += back_s / len(target)
 
         # 3. The links that several ranks share.
         self._add_shared(source, of_source, received=gradient_bytes, sent=output_bytes)
         self._add_shared(target, of_target, received=output_bytes, sent=gradient_bytes)
-        return float((forward_s + back_s) @ of_source.mean(axis=1))
+        return mean_s
 
     def _add_shared(self, ranks: Ranks, shares: Floats, *, received: float, sent: float) -> None:
         """Add what these ranks receive and send, in bytes, to the links that they leave by."""
         for load, (level, size, bandwidth, _) in zip(
             self.shared, self.topology.shared, strict=True
         ):
-            crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
+            rates = bandwidth * self.topology.shared_ratio(level, ranks)
+            crossing = shares[level:].sum(axis=0) / len(ranks) / rates
             members = np.asarray(ranks) // size
             for way, moved_bytes in zip(load, (received, sent), strict=True):
                 way += np.bincount(members, crossing * moved_bytes, len(way))
@@ -255,16 +335,18 @@ class Loads:
         """
         r = len(ranks)
         own = _index(ranks)
-        span = self.topology.span(ranks)
+        span, ring_bytes_per_s = self.topology.ring(ranks)
         moved_bytes = 2 * (r - 1) / (r * r) * trainable_bytes
-        own_s = moved_bytes / self.topology.ring_bytes_per_s[span]
+        own_s = moved_bytes / ring_bytes_per_s
         self.into[own] += own_s
         self.out[own] += own_s
         for load, (level, size, _, bandwidth) in zip(
             self.shared, self.topology.shared, strict=True
         ):
             if level <= span:
-                load[:, np.unique(np.asarray(ranks) // size)] += moved_bytes / bandwidth
+                members = np.unique(np.asarray(ranks) // size)
+                rates = bandwidth * self.topology.shared_ratio(level, (members * size).tolist())
+                load[:, members] += moved_bytes / rates
 
     def busiest_shared(self) -> tuple[float, int, int]:
         """Return the seconds of the busiest shared link, either way, its first rank, and the first
@@ -293,7 +375,7 @@ Exchanges = Mapping[tuple[int, int], Floats]
 
 def places_matter(cluster: Cluster) -> bool:
     """Return whether messages take longer between some ranks than between others."""
-    return len(cluster.joined) > 1
+    return len(cluster.joined) > 1 or cluster.has_own_links
 
 
 def ranks_of(stages: Sequence[Candidate], workers: Sequence[int]) -> list[Ranks]:

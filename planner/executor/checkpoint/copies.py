@@ -75,7 +75,9 @@ class Copies(Keeper):
         """Begin to log the run as a checkpointer does, on every host, and tell what happened."""
         # Worker 0 knows what the log beside checkpoints has, and says how long it took by its
         # clock.
-        line = describe(self._recovery, first, self._job) if self._rank == 0 else ""
+        line = ""
+        if self._rank == 0:
+            line = describe(self._recovery, first, self._job)
         line, text = json.loads(share(json.dumps([line, known.model_dump_json()]), self._group)[0])
         if line:
             self.events = (*self.events, line)
@@ -238,39 +240,42 @@ class Copies(Keeper):
             for file in files_of(report.twins).values()
         }
         found = list[Transfer]()
-        for sender, report in enumerate(reports if len(hosts) > 1 else ()):
-            receivers = [
-                rank for rank, host in enumerate(self._hosts) if host == after[self._hosts[sender]]
-            ]
+        if len(hosts) == 1:
+            return found
+
+        for sender, report in enumerate(reports):
+            next_host = after[self._hosts[sender]]
+            receivers = [rank for rank, host in enumerate(self._hosts) if host == next_host]
             receiver = receivers[sender % len(receivers)]
-            files = [
-                file
-                for file in files_of(report.parts).values()
-                if (file.name, file.sha256) not in twins
-            ]
-            found += [Transfer(file.name, file.size_bytes, sender, receiver) for file in files]
+            for file in files_of(report.parts).values():
+                if (file.name, file.sha256) not in twins:
+                    found.append(Transfer(file.name, file.size_bytes, sender, receiver))
         return found
+
+    def _own_bytes(self) -> int:
+        """Return the bytes of this worker's weights, buffers and optimizer."""
+        total = 0
+        for own in self._stages:
+            total += sum(tensor.nbytes for tensor in own.module.state_dict().values())
+            total += self._job.plan.stages[own.stage].memory.optimizer_bytes
+        return total
 
     def _check_room(self) -> None:
         """Raise InputError for a host without memory for its own state and the copy of another
         host's.
         """
-        own_bytes = sum(
-            tensor.nbytes for own in self._stages for tensor in own.module.state_dict().values()
-        )
-        own_bytes += sum(
-            self._job.plan.stages[own.stage].memory.optimizer_bytes for own in self._stages
-        )
         self._memory.folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(self._memory.folder).free
+        # Copies that are there make room for the next ones.
         free_bytes += sum(sum(files.values()) for files in self._memory.copies().values())
+
         state = Counter[int]()
         free = dict[int, int]()
-        for host, text in zip(
-            self._hosts, share(json.dumps([own_bytes, free_bytes]), self._group), strict=True
-        ):
+        texts = share(json.dumps([self._own_bytes(), free_bytes]), self._group)
+        for host, text in zip(self._hosts, texts, strict=True):
             own_bytes, free[host] = json.loads(text)
             state[host] += own_bytes
+
         # whose copies this host receives
         for host, before in zip(state, [*state][-1:] + [*state][:-1], strict=True):
             needed = _AT_A_TIME * sum(state[each] for each in {host, before})

@@ -89,4 +89,6 @@ def _holder(descriptor: int) -> dict[str, object]:
         content = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
+    if isinstance(content, dict):
+        return content
+    return {}

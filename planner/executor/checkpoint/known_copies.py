@@ -190,7 +190,9 @@ def count_start(known: KnownCopies | None) -> int:
     """Return how many starts were counted before this one; all workers call it, and worker 0
     counts.
     """
-    counted = known.count_start() if known is not None and dist.get_rank() == 0 else 0
+    counted = 0
+    if known is not None and dist.get_rank() == 0:
+        counted = known.count_start()
     return int(share(str(counted), control_group())[0])
 
 

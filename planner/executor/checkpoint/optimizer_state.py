@@ -367,7 +367,9 @@ def _restore_master(stepped: "_Stepped", master: Tensor) -> None:
         return
 
     parameter = stepped.parameter
-    rows = master[own_rows(parameter)] if is_divided(parameter) else master
+    rows = master
+    if is_divided(parameter):
+        rows = master[own_rows(parameter)]
     own_memory(parameter).data.copy_(rows)
 
 
@@ -476,7 +478,10 @@ def _groups(
             shard = shards.get(own)
             parameter = own if shard is None else shard.parameter
             stepped.append(_Stepped(number, parameter, shard))
-        parameters = group["params"] if sharding is None else sharding.groups[index]
+        if sharding is None:
+            parameters = group["params"]
+        else:
+            parameters = sharding.groups[index]
         yield _Group(parameters, stepped, packed_group)
 
 

@@ -43,7 +43,9 @@ class Pretrained:
     def named_by(cls, spec: TrainingSpec) -> "Pretrained | None":
         """Return the weights that a model file names; None where it names none."""
         found = spec.pretrained()
-        return None if found is None else cls(*found)
+        if found is None:
+            return None
+        return cls(*found)
 
     def sources(self, model: nn.Module) -> dict[str, str]:
         """Return the name in the files for each parameter and buffer that is read, by every name in
@@ -131,4 +133,6 @@ def _files(path: Path) -> list[Path]:
         raise InputError(
             f"there are no pretrained weights in safetensors files at '{path}'", hint=hint
         )
-    return [path / SINGLE] if path / SINGLE in found else found
+    if path / SINGLE not in found:
+        return found
+    return [path / SINGLE]

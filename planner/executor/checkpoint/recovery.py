@@ -169,7 +169,9 @@ def _newest_minibatch(job: Job, chosen: str | None) -> int:
     path = None
     if options.every is not None or options.resume is not None:
         path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
-    on_disk = 0 if path is None else load_checkpoint(path).index.minibatch
+    on_disk = 0
+    if path is not None:
+        on_disk = load_checkpoint(path).index.minibatch
     return max(on_disk, 0 if chosen is None else minibatch_of(chosen))
 
 
@@ -268,7 +270,9 @@ def _history(
             what = f"{what}, took in {_hosts(came)}"
         else:
             what = f"took in {_hosts(came)}"
-    vain = last.vain + 1 if first == last.first and now == last.hosts else 0
+    vain = 0
+    if first == last.first and now == last.hosts:
+        vain = last.vain + 1
     if vain >= _TRIES:
         problem = (
             f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"

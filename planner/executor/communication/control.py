@@ -32,7 +32,9 @@ def control_group() -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None, "the workers have not joined"
-    return world if dist.get_backend(world) == GLOO else _beside(world)
+    if dist.get_backend(world) == GLOO:
+        return world
+    return _beside(world)
 
 
 @lru_cache(maxsize=1)

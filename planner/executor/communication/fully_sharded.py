@@ -114,7 +114,6 @@ class FullSharding(Sharding):
 
     def _divide_stage(self) -> None:
         units = self._stage.units
-        modules = dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
         half = self._stage.options.half
         # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together
@@ -127,14 +126,19 @@ class FullSharding(Sharding):
         # gathered in half precision, where they have masters
         for parameter in self._stage.parameters():
             parameter.data = parameter.data.to(gradient_dtype(parameter)).contiguous()
+
+        modules = dict(self._stage.named_modules(remove_duplicate=False))
         for unit, names in zip(units.parts, units.weights, strict=True):
             units.whole.add_module(str(len(units.whole._modules)), unit)
             for path in sorted({name.rpartition(".")[0] for name in names}):
                 unit.hold(modules[path])
-            if own := {self._stage.get_parameter(name) for name in names} - single:
+            own = {self._stage.get_parameter(name) for name in names} - single
+            if own:
                 self._apply(unit, own, half)
         for module in modules.values():
             units.whole.hold(module)
+
+        # What no unit has is gathered once for the whole stage.
         divided = set[str]().union(*units.weights)
         held = self._stage.named_parameters(remove_duplicate=False)
         rest = {parameter for name, parameter in held if name not in divided or parameter in single}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from planner.cost.network.link import bucket_bytes
 from planner.errors import PlanError
 from planner.model.options import gradient_dtype
+from planner.model.torch_private import copy_all
 
 
 class Bucket(ABC):
@@ -128,12 +129,6 @@ def check_dense(gradient: Tensor) -> None:
             hint="build the embedding with sparse=False, or price a plan with one replica of its "
             "stage: `replicas=1,2`",
         )
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source to its target, in one kernel on a GPU."""
-    if targets:  # PyTorch refuses empty lists
-        torch._foreach_copy_(targets, sources)
 
 
 class GradientAverager:

@@ -165,7 +165,10 @@ class End:
         self.lane = lane
         self.group = group
         self.tag = lane.tag
-        self.peer = lane.sender if rank == lane.receiver else lane.receiver
+        if rank == lane.receiver:
+            self.peer = lane.sender
+        else:
+            self.peer = lane.receiver
         self._place = dist.get_group_rank(group, self.peer)
         self.sent: deque[tuple[dist.Work, Outgoing]] = deque()
         self.begin()
@@ -201,7 +204,9 @@ class Ahead(Iterator[Instruction]):
         self._seen = deque[Instruction]()
 
     def __next__(self) -> Instruction:
-        return self._seen.popleft() if self._seen else next(self._rest)
+        if self._seen:
+            return self._seen.popleft()
+        return next(self._rest)
 
     def look(self) -> Instruction | None:
         """Return the next instruction that was neither executed nor seen; None at the end."""

@@ -206,4 +206,6 @@ def links_over(place: Place) -> type[Links]:
     """Return the links for the backend that sends from `place`: what a posted receive is there
     decides.
     """
-    return GlooLinks if place.backend == GLOO else NCCLLinks
+    if place.backend == GLOO:
+        return GlooLinks
+    return NCCLLinks

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError
-from planner.executor.communication.gradients import Bucket, WholeBucket, chunks, copy_all
+from planner.executor.communication.gradients import Bucket, WholeBucket, chunks
 from planner.model.options import gradient_dtype
 from planner.model.tensor.row_exchange import Exchange, exchange_over
+from planner.model.torch_private import copy_all
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor
 # one by one on a CPU, and others as vectors, with other roundings: with aligned slices each element
@@ -65,16 +66,8 @@ def divide(
     for size in sizes:
         starts.append(total)
         total += -(-size // ALIGNMENT) * ALIGNMENT
-    even = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
-    bounds = [min(owner * even, total) for owner in range(replicas + 1)]
-    for index in whole:
-        first = starts[index]
-        last = (*starts[1:], total)[index]
-        nearer = [first if bound - first < last - bound else last for bound in bounds]
-        bounds = [
-            end if first < bound < last else bound
-            for bound, end in zip(bounds, nearer, strict=True)
-        ]
+
+    bounds = _bounds(starts, total, replicas, whole)
     pieces = []
     for index, (first, size) in enumerate(zip(starts, sizes, strict=True)):
         for owner, (begin, end) in enumerate(pairwise(bounds)):
@@ -83,6 +76,21 @@ def divide(
             if start < stop:
                 pieces.append(Piece(index, owner, start - first, stop - first, start - begin))
     return pieces, max(end - begin for begin, end in pairwise(bounds))
+
+
+def _bounds(starts: Sequence[int], total: int, replicas: int, whole: Collection[int]) -> list[int]:
+    """Return where the rows of the replicas begin, and the last one ends: at equal distances, but
+    not within a parameter of `whole`.
+    """
+    even = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
+    bounds = [min(owner * even, total) for owner in range(replicas + 1)]
+    for index in whole:
+        first = starts[index]
+        last = (*starts[1:], total)[index]
+        for owner, bound in enumerate(bounds):
+            if first < bound < last:
+                bounds[owner] = first if bound - first < last - bound else last
+    return bounds
 
 
 def elements(tensor: Tensor, like: Tensor) -> Tensor:

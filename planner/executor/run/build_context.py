@@ -83,7 +83,9 @@ def pipeline_context(
         read = cache(partial(batches_of_file, job, lasting, place.compute))
 
     def read_samples() -> list[Batch]:
-        return [] if read is None else first_samples(read())
+        if read is None:
+            return []
+        return first_samples(read())
 
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     built = build_modules(job, numbers, spec, place.compute.type, tensor, read_samples=read_samples)
@@ -212,7 +214,9 @@ def _with_optimizers(
             # code that is not captured may leave weights out that others used
             alike = not spec.defines("blocks")
             sharding = full_sharding(module, plan.stages[number], everyone, place, alike=alike)
-        minibatches = shape.minibatches_per_update(number) if options.scale_lr else 1
+        minibatches = 1
+        if options.scale_lr:
+            minibatches = shape.minibatches_per_update(number)
         optimizer = StageOptimizer(
             spec,
             module,

@@ -221,7 +221,9 @@ class PipelineContext:
         empty.
         """
         elastic = self.job.elastic
-        copies = None if elastic.elastic is None else elastic.copy_every
+        copies = None
+        if elastic.elastic is not None:
+            copies = elastic.copy_every
         return segments(first, self.minibatches, self.job.checkpoints.every, copies)
 
     def is_first_replica(self, stage: int) -> bool:

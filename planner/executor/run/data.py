@@ -311,7 +311,9 @@ class DatasetBatches(BatchSource):
     def minibatch_size(self, minibatch: int) -> int:
         """See base class."""
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
-        return self.last_size if last and self.last_size else self._size
+        if last and self.last_size:
+            return self.last_size
+        return self._size
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
         if steps is not None:
@@ -359,7 +361,9 @@ class RandomBatches(BatchSource):
             raise ModelFileError(
                 "`epochs` needs a dataset() in the model file", hint="use `steps`, or add dataset()"
             )
-        return steps if steps is not None else STEPS
+        if steps is not None:
+            return steps
+        return STEPS
 
 
 class EvaluationData:

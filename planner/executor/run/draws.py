@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from planner.model.generators import state_of_others
 from planner.model.randomness import generators_kept
+from planner.model.torch_private import OpOverloadPacket
 
 _this_thread = threading.local()
 
@@ -93,7 +94,7 @@ def _drawing() -> frozenset[str]:
     found = {
         name
         for name, packet in packets.items()
-        if isinstance(packet, torch._ops.OpOverloadPacket)
+        if isinstance(packet, OpOverloadPacket)
         and any(
             torch.Tag.nondeterministic_seeded in getattr(packet, each).tags
             for each in packet.overloads()  # type: ignore[no-untyped-call]

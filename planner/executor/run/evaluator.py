@@ -146,57 +146,78 @@ class Evaluator:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the
         last stage.
         """
-        totals: Counter[str] = Counter()
         self._turn += 1
+        self._prepare()
+
+        compute = self._context.place.compute
+        stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
+        self._links.follow(stream)
+        # Random numbers that the evaluation draws must not change those of training.
+        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
+            totals, ran = self._follow(stream, minibatch)
+
+        self._even_out(ran)
+        self._links.drain()
+        self._links.follow(Ahead())  # training needs the memory of the buffers that are left
+        return self._merge(minibatch, totals)
+
+    def _prepare(self) -> None:
+        """Check that all workers see the same data and buffers, before anybody runs a batch."""
         if self._extents is not None:
             self._extents.forget()
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         if self._items is not None and any(map(self._reads, self._context.stages)):
             self._items.check(self._turn, EVALUATION, self._turn % sum(self._data.sizes))
+
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
-            for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
-                dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
-        links = self._links
-        compute = self._context.place.compute
-        stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
-        links.follow(stream)
+            if number in self._replicas:
+                for _, buffer in sorted(module.named_buffers()):
+                    dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
+
+    def _follow(self, stream: Ahead, minibatch: int) -> tuple[Counter[str], int]:
+        """Execute the instructions; return the sums of this worker's batches, and how many it ran
+        in all of its stages.
+        """
+        totals: Counter[str] = Counter()
         ran = 0
         known: dict[tuple[int, Unit], dict[str, Tensor]] = {}  # that a stage has received or made
-        # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
-            for instruction in stream:
-                assert isinstance(
-                    instruction, (do.ReceiveActivation, do.Forward, do.SendActivation)
-                )
-                self._context.heartbeat.begin(instruction, evaluating=True)
-                values = known.setdefault((instruction.stage, instruction.unit), {})
-                match instruction:
-                    case do.ReceiveActivation():
-                        values.update(links.receive(instruction))
-                    case do.Forward(stage=stage, unit=unit):
-                        ran += 1
-                        # The values of the unit before have been sent: free them.
-                        for key in [
-                            key for key in known if key != (stage, unit) and key[0] == stage
-                        ]:
-                            del known[key]
-                        layers = self._stages.modules.get(stage)
-                        batch = None
-                        if self._reads(stage):
-                            batch = self._read(minibatch, unit)
-                        if layers is not None:  # or all of the stage's layers are for training only
-                            results = layers(batch, values)
-                            values.update(results)
-                            if LOSS in results:
-                                totals.update(self._sums(unit, batch, results[LOSS], values))
-                    case do.SendActivation(stage=stage, peer_stage=target):
-                        names = [spec.name for spec in self._stages.transfers[stage, target]]
-                        links.send(instruction, {name: values[name] for name in names})
-        self._even_out(ran)
-        links.drain()
-        links.follow(Ahead())  # training needs the memory of the buffers that are left
-        return self._merge(minibatch, totals)
+        for instruction in stream:
+            assert isinstance(instruction, (do.ReceiveActivation, do.Forward, do.SendActivation))
+            self._context.heartbeat.begin(instruction, evaluating=True)
+            values = known.setdefault((instruction.stage, instruction.unit), {})
+            match instruction:
+                case do.ReceiveActivation():
+                    values.update(self._links.receive(instruction))
+                case do.Forward(stage=stage, unit=unit):
+                    ran += 1
+                    # The values of the unit before have been sent: free them.
+                    for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
+                        del known[key]
+                    totals.update(self._forward(stage, unit, values, minibatch))
+                case do.SendActivation(stage=stage, peer_stage=target):
+                    names = [spec.name for spec in self._stages.transfers[stage, target]]
+                    self._links.send(instruction, {name: values[name] for name in names})
+        return totals, ran
+
+    def _forward(
+        self, stage: int, unit: Unit, values: dict[str, Tensor], minibatch: int
+    ) -> dict[str, Any]:
+        """Run a stage's layers on a batch, add what they make to its `values`, and return what the
+        last stage sums up.
+        """
+        batch = None
+        if self._reads(stage):
+            batch = self._read(minibatch, unit)
+        layers = self._stages.modules.get(stage)
+        if layers is None:  # all of the stage's layers are for training only
+            return {}
+
+        results = layers(batch, values)
+        values.update(results)
+        if LOSS not in results:
+            return {}
+        return self._sums(unit, batch, results[LOSS], values)
 
     def _reads(self, stage: int) -> bool:
         """Return whether a stage of this worker reads batches: for its layers, or for metrics."""
@@ -222,7 +243,9 @@ class Evaluator:
         each.
         """
         gathers = self._context.plan.stages[0].shards_gradients
-        sharding = self._context.stages[0].optimizer.sharding if gathers else None
+        sharding = None
+        if gathers:
+            sharding = self._context.stages[0].optimizer.sharding
         if sharding is None:
             return
         compute = self._context.place.compute
@@ -253,18 +276,22 @@ class Evaluator:
         return found
 
     def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:
-        # On the first replica of the last stage.
+        """Return the result on the first replica of the last stage; None on all others."""
         ranks = self._shape.ranks[self._stages.last]
         parts = []
         if self._context.rank in ranks:
             parts = gather_bytes(json.dumps(totals).encode(), ranks=ranks)
         if not parts or not self._context.leads_tensor_group:
             return None
+
         sums: Counter[str] = Counter()
         for part in parts:
             sums.update(json.loads(part))
         counted = sums.pop(_WEIGHT)
-        loss = _finite(sums.pop("loss") / counted) if counted else None
+        loss = None
+        if counted:
+            loss = _finite(sums.pop("loss") / counted)
+
         samples = sum(self._data.sizes)
         means = {name: _finite(value / samples) for name, value in sums.items()}
         return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)

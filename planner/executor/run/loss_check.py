@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from planner.errors import ModelFileError, PlannerError, first_line
 from planner.executor.communication.later import Reading
@@ -36,6 +35,7 @@ from planner.model.options import ModuleOptions, autocasting
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.whole_output import WholeOutput
+from planner.model.torch_private import tree_map_only
 from planner.runtime import runtime_of
 from planner.schedule.instructions import Unit
 

@@ -103,7 +103,9 @@ class SharedLosses:
 
     @property
     def newest(self) -> float | None:
-        return self.known[max(self.known)] if self.known else None
+        if not self.known:
+            return None
+        return self.known[max(self.known)]
 
     def _merge(self) -> None:
         count, sums, work = self._pending.popleft()
@@ -176,7 +178,9 @@ class Pipeline:
             self._loop = Loop(self._context, groups, observers, evaluation_data=self._evaluated)
             # Under an asynchronous schedule nobody waits for the newest losses: the device, too,
             # goes on meanwhile.
-            lag = self._depth if self.plan.schedule.asynchronous else 0
+            lag = 0
+            if self.plan.schedule.asynchronous:
+                lag = self._depth
             self._unread = lag * self.plan.microbatches
             self._losses = SharedLosses(calls_group, lag, self._kept + lag, self._data.parts_of)
             self._context.connect()

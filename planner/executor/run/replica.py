@@ -26,6 +26,7 @@ from planner.executor.stage.split_backward import WeightGradients, input_gradien
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
 from planner.model.stage.stage import StageModule
+from planner.model.torch_private import divide_all, multiply_all
 from planner.schedule.instructions import Unit
 
 
@@ -99,7 +100,9 @@ class StageReplica:
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part
         self._counts_in_norm = context.is_first_replica(stage.number) or has_part
-        self._loss_check = context.loss_check if stage.module.has_loss else None
+        self._loss_check = None
+        if stage.module.has_loss:
+            self._loss_check = context.loss_check
         # from their first message on
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)
         self._averaged = 1  # minibatches whose gradients the next update averages
@@ -118,39 +121,49 @@ class StageReplica:
         if self._context.state_watch is not None:
             self._context.state_watch.check(unit.minibatch)
         record = self._units[unit]
-        device = self._context.place.compute
-        run = self._ddp or self.module
         if self._ddp is not None:
             # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
             self._ddp.require_backward_grad_sync = unit == own[-1]
         if self._data.size(unit) == 0 and not self._together:
-            extent = self._data.extent(unit)
-            for spec in self.module.sent:
-                record.outputs[spec.name] = torch.zeros(
-                    spec.shape(extent), dtype=spec.dtype, device=device
-                )
+            record.outputs = self._outputs_of_nothing(unit)
             return
+
         taken = self._counting(unit) if self._together else unit
         batch = None
         if self.module.needs_batch:
-            batch = self._data.batch(taken).to(device)
+            batch = self._data.batch(taken).to(self._context.place.compute)
+
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
         self.module.set_random_key(
             self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch
         )
+        run = self._ddp or self.module
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
+
         if self._replica_buffers is not None and unit.minibatch in self._compared:
             self._buffer_readings += self._replica_buffers.readings(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
             self._loss_check.see(unit, self._own_units, batch, record.outputs, record.loss)
+
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless
         # a layer saved it.
         record.ends = {
-            name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad
+            name: get_gradient_edge(value)
+            for name, value in record.outputs.items()
+            if value.requires_grad
+        }
+
+    def _outputs_of_nothing(self, unit: Unit) -> dict[str, Tensor]:
+        """Return what other stages get of a microbatch without samples."""
+        device = self._context.place.compute
+        extent = self._data.extent(unit)
+        return {
+            spec.name: torch.zeros(spec.shape(extent), dtype=spec.dtype, device=device)
+            for spec in self.module.sent
         }
 
     def take_readings(self) -> list[Reading]:
@@ -172,9 +185,8 @@ class StageReplica:
         """
         if self.optimizer.scaler is not None:
             # A power of two, mostly 1, which on a GPU the host does not know: the product is exact.
-            torch._foreach_mul_(
-                list(values.values()), self.optimizer.scaler.scale / values.pop(SCALE)
-            )
+            factor = self.optimizer.scaler.scale / values.pop(SCALE)
+            multiply_all(list(values.values()), factor)
         self._units[unit].gradients.update(values)
 
     def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> Tensor | None:
@@ -195,7 +207,9 @@ class StageReplica:
             reached = [name for name in record.gradients if name in record.ends]
             roots = [record.ends[name] for name in reached]
             gradients: list[Tensor | None] = [record.gradients[name] for name in reached]
-            loss = None if record.loss is None else self._weighted(unit, record.loss)
+            loss = None
+            if record.loss is not None:
+                loss = self._weighted(unit, record.loss)
             if loss is not None and loss.requires_grad:
                 scaled = loss
                 if self.optimizer.scaler is not None:
@@ -266,7 +280,7 @@ class StageReplica:
                 for parameter in self.optimizer.parameters
                 if parameter.grad is not None
             ]
-            torch._foreach_div_(gradients, divisor)
+            divide_all(gradients, divisor)
 
     def norm_share(self) -> float:
         """Return this replica's part of the squared norm over all stages."""
@@ -298,10 +312,14 @@ class StageReplica:
         # Nothing counts in it: a mean over nothing is not a number, and has no backward.
         if not share and not self._together:
             return torch.zeros_like(loss.detach())
-        return loss if share == 1.0 else loss * share
+        if share == 1.0:
+            return loss
+        return loss * share
 
     def _share(self, unit: Unit) -> float:
-        return self._data.share(unit) if self._data.size(unit) else 0.0
+        if not self._data.size(unit):
+            return 0.0
+        return self._data.share(unit)
 
     def _counting(self, unit: Unit) -> Unit:
         """Return the unit, or the first one of its minibatch that counts where it does not."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from planner.errors import ModelFileError
@@ -27,6 +26,7 @@ from planner.model.batch import Batch
 from planner.model.batch_digest import batch_digest, digest_of
 from planner.model.generators import State, data_seed, seed_quickly, state_of_generators
 from planner.model.randomness import CPU
+from planner.model.torch_private import tree_leaves
 
 Collate = Callable[[Sequence[Any]], Batch]
 

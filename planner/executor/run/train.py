@@ -96,7 +96,9 @@ def data_parallel(job: Job) -> Job:
     """
     plan = job.plan
     workers = job.plan.workers
-    microbatches = max(plan.microbatches, workers) if plan.microbatches > 1 else 1
+    microbatches = 1
+    if plan.microbatches > 1:
+        microbatches = max(plan.microbatches, workers)
     sizes = [name for name in StageMemory.model_fields if name.endswith("_bytes")]
     unknown = StageMemory.model_validate(dict.fromkeys(sizes, 0))
     stage = Stage(
@@ -333,7 +335,9 @@ def gather_result(
             hint="solve again, and report this with the plan if that does not help",
         )
     past = next((each.past for each in (copies, checkpointer) if each is not None), NOTHING)
-    resumed = None if checkpointer is None else checkpointer.resumed_from
+    resumed = None
+    if checkpointer is not None:
+        resumed = checkpointer.resumed_from
     newest = None if checkpointer is None else checkpointer.newest
     return TrainResult(
         config=plan.config,

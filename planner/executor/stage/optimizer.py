@@ -29,6 +29,7 @@ from planner.model.optimizer_part import (
 from planner.model.reference_optimizer import ReferenceOptimizer
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
+from planner.model.torch_private import multiply_all
 
 FIRST_SCALE = 2.0**16
 GROWTH = 2.0
@@ -100,7 +101,9 @@ class StageOptimizer:
         self._spec = spec
         self._division = divided_weights(module)
         self.parameters = list(trained.values())
-        self.learning_rate_factor = learning_rate_factor if trained else 1.0
+        self.learning_rate_factor = 1.0
+        if trained:
+            self.learning_rate_factor = learning_rate_factor
         self.optimizer: Optimizer | None = None
         # of what optimizer() returned, for all parameters of the model
         self.groups_digest: int | None = None
@@ -273,7 +276,7 @@ class StageOptimizer:
             self.sharding.take_gradients()
         gradients = [stepped.grad for stepped in self._stepped.values() if stepped.grad is not None]
         if self.scaler is not None and not self._unscaled and gradients:
-            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+            multiply_all(gradients, 1 / self.scaler.scale)
             self._unscaled = True
 
 

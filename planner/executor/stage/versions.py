@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from planner.model.torch_private import copy_all
+
 Arrange = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None]
 
 
@@ -85,7 +87,7 @@ class WeightVersions:
             else:
                 fresh = [torch.empty_like(data) for data in current.data]
                 self._arrange(self._parameters, fresh)
-            torch._foreach_copy_(fresh, current.data)
+            copy_all(fresh, current.data)
             self._versions[self._newest] = _Version(fresh)
             self._point_at(self._newest)
         else:

@@ -63,7 +63,10 @@ def noting_assignments(model: nn.Module, noted: list[Assignment]) -> Iterator[No
                 delattr(holder, name)
         elif [*map(id, before[key][2])] != [*map(id, tensors)]:
             is_buffer = name in holder._buffers
-            value = holder._buffers[name] if is_buffer else vars(holder)[name]
+            if is_buffer:
+                value = holder._buffers[name]
+            else:
+                value = vars(holder)[name]
             held = tree_map_only(Tensor, lambda _: _TENSOR, value)
             noted.append(Assignment(type(holder).__name__, vars(holder), name, held, is_buffer))
 

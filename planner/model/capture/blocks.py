@@ -28,6 +28,7 @@ from planner.model.capture.graph import (
     BlockLayer,
     GraphLayer,
     LayerGraph,
+    Structure,
     ValueSpec,
     graph_digest,
     structure_of,
@@ -279,11 +280,7 @@ def _graph(
     # the targets are the last leaves
     arguments = len(inputs) - batch_spec.children()[-1].num_leaves
     end = len(named)
-    # An output that cannot be sent stays in one layer with the loss, which counts as one block
-    # more.
-    spans = [*run.joined, *([(end - 1, end)] if structure_of(run.small[-2]) is None else [])]
-    inside = {index for first, last in spans for index in range(first + 1, last + 1)}
-    starts = [index for index in range(end + 1) if index not in inside]
+    starts = _starts(run, end)
     graph_layers: list[GraphLayer] = []
     layers: list[BlockLayer] = []
     takes = None
@@ -293,14 +290,10 @@ def _graph(
     for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
         blocks = tuple(named[start:after])
         has_loss = after > end
-        taken = [*taken, *(inputs[arguments:] if has_loss else ())]
-        # The classes within the blocks, so that graphs of different models differ.
-        description = "; ".join(
-            f"{name}: "
-            + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
-            for name, module in blocks
-        )
-        node = code.call_function(block, (description, *taken))
+        if has_loss:
+            taken = [*taken, *inputs[arguments:]]
+        node = code.call_function(block, (_description(blocks), *taken))
+
         small = run.small[after - 1]
         large = run.large[after - 1]
         gives = None
@@ -308,30 +301,19 @@ def _graph(
         if has_loss:
             value(node, small, large)
         else:
-            gives = structure_of(small)
-            if gives is None:
-                raise CaptureError(
-                    f"block '{blocks[-1][0]}' returns something that cannot be sent to another "
-                    f"stage",
-                    hint="return tensors, within tuples, lists and dicts, beside numbers and "
-                    "strings",
-                )
+            gives = _structure(small, blocks)
             both = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
             for index, pair in enumerate(both):
                 made.append(value(code.call_function(operator.getitem, (node, index)), *pair))
             if after == end:
                 outputs, output_spec = tree_flatten(gives.value(made))
+
         modes = tuple(training for _, training in modes_of(module for _, module in blocks))
         layers.append(BlockLayer(blocks, takes, gives, modes))
-        tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
-        parameters = tuple(n for n, p in model.named_parameters() if id(p) in tensors)
-        buffers = tuple(n for n, b in model.named_buffers() if id(b) in tensors)
-        kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
-        op = "+".join(kinds if len(kinds) <= 3 else [*kinds[:3], "..."])
-        name = blocks[0][0] if blocks else LOSS
-        graph_layers.append(GraphLayer(name, op, (node, *made), parameters, buffers))
+        graph_layers.append(_graph_layer(model, blocks, (node, *made)))
         takes = gives
         taken = made
+
     code.output(node)
     names = Names(model, fx.GraphModule(nn.Module(), fx.Graph()))
     graph = LayerGraph(
@@ -353,6 +335,48 @@ def _graph(
         blocks=BlockChain(tuple(layers), loss),
     )
     return replace(graph, hash=graph_digest(graph, specs))
+
+
+def _starts(run: _Results, end: int) -> list[int]:
+    """Return the blocks with which layers begin; the loss counts as block number `end`."""
+    joined = list(run.joined)
+    # An output that cannot be sent stays in one layer with the loss.
+    if structure_of(run.small[-2]) is None:
+        joined.append((end - 1, end))
+    inside = {index for first, last in joined for index in range(first + 1, last + 1)}
+    return [index for index in range(end + 1) if index not in inside]
+
+
+def _structure(output: Any, blocks: _Named) -> Structure:
+    """Return the structure of what some blocks return; raise CaptureError if it cannot be sent."""
+    structure = structure_of(output)
+    if structure is None:
+        raise CaptureError(
+            f"block '{blocks[-1][0]}' returns something that cannot be sent to another stage",
+            hint="return tensors, within tuples, lists and dicts, beside numbers and strings",
+        )
+    return structure
+
+
+def _description(blocks: _Named) -> str:
+    """Return the classes within blocks: the graphs of different models differ by them."""
+    described = []
+    for name, module in blocks:
+        parts = [f"{path} {type(part).__name__}" for path, part in module.named_modules()]
+        described.append(f"{name}: {', '.join(parts)}")
+    return "; ".join(described)
+
+
+def _graph_layer(model: nn.Module, blocks: _Named, nodes: tuple[fx.Node, ...]) -> GraphLayer:
+    """Return the layer of some blocks, or of the loss where there are none."""
+    tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
+    parameters = tuple(name for name, p in model.named_parameters() if id(p) in tensors)
+    buffers = tuple(name for name, b in model.named_buffers() if id(b) in tensors)
+    kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
+    if len(kinds) > 3:
+        kinds = [*kinds[:3], "..."]
+    name = blocks[0][0] if blocks else LOSS
+    return GraphLayer(name, "+".join(kinds), nodes, parameters, buffers)
 
 
 def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:

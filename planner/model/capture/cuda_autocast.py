@@ -136,7 +136,9 @@ def _in_dtype(run: Kernel, choose: Callable[[Any], torch.dtype]) -> Kernel:
         dtype = choose((args, kwargs))
 
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if _is_cast(tensor) else tensor
+            if not _is_cast(tensor):
+                return tensor
+            return tensor.to(dtype)
 
         with torch.autocast("cpu", enabled=False):
             return run(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))

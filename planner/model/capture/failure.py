@@ -135,7 +135,9 @@ class FailuresPlaced:
         hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
         if isinstance(cause, torch.OutOfMemoryError):
             hint = "plan with less `memory_bytes`, or with `recompute=auto`"
-        place = self._places.get(name[0]) if name is not None else None
+        place = None
+        if name is not None:
+            place = self._places.get(name[0])
         raise LayerError(reason_of(cause), hint=hint, place=place) from cause
 
 
@@ -158,6 +160,7 @@ def noting_places() -> Iterator[None]:
     """Let the tracer note with all that it assumes of sizes which line of the user's made
     it do so.
     """
+    # Private; the tracer notes places of its own choice, which are in libraries, too.
     located = ShapeEnv._get_sloc
 
     def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:

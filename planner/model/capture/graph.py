@@ -4,7 +4,7 @@ between them.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -76,7 +76,9 @@ class ValueSpec:
         """
         for dimension in self.expanded:
             value = value.narrow(dimension, 0, min(1, value.shape[dimension]))
-        return value if self._in_order else value.permute(self.order)
+        if self._in_order:
+            return value
+        return value.permute(self.order)
 
     def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:
         """Return the value, given a contiguous copy of what `to_wire` returned."""
@@ -312,35 +314,44 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     It says whether a plan was made for this model. It does not depend on the process, the device
     or, unless the model pins it, the batch size.
     """
-    lines = []
-    for name, parameter in graph.model.named_parameters(remove_duplicate=False):
-        lines.append(
-            f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
-        )
-    for name, buffer in graph.model.named_buffers(remove_duplicate=False):
-        lines.append(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}")
-    lines += [f"tied {group}" for group in graph.tied_parameters]
-    # Added when they are set only, so that the hashes of graphs without them stay as they were.
-    lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
-    lines += ["channels-last"] if graph.options.channels_last else []
-    lines += ["master weights"] if graph.options.half is not None else []
-    lines += (
-        [f"lengths {[(each.least, each.most) for each in graph.lengths]}"] if graph.lengths else []
-    )
-    lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
-    for node in graph.module.graph.nodes:
-        spec = specs.get(node)
-        value = (
-            f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}"
-            if spec
-            else ""
-        )
-        value += f" {spec.expanded}" if spec and spec.expanded else ""
-        value += "".join(f" in {region}" for region in regions_of(node))
-        lines.append(
-            f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}"
-        )
+    lines = [
+        *_weight_lines(graph.model),
+        *(f"tied {group}" for group in graph.tied_parameters),
+        *_option_lines(graph),
+        *(f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers),
+        *(_operation_line(graph, node, specs.get(node)) for node in graph.module.graph.nodes),
+    ]
     return hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
+
+
+def _weight_lines(model: nn.Module) -> Iterator[str]:
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        yield f"parameter {name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _option_lines(graph: LayerGraph) -> Iterator[str]:
+    """Yield the options that are set: the hashes of graphs without them stay as they were."""
+    options = graph.options
+    if options.autocast is not None:
+        yield f"autocast {options.autocast}"
+    if options.channels_last:
+        yield "channels-last"
+    if options.half is not None:
+        yield "master weights"
+    if graph.lengths:
+        yield f"lengths {[(each.least, each.most) for each in graph.lengths]}"
+
+
+def _operation_line(graph: LayerGraph, node: fx.Node, spec: ValueSpec | None) -> str:
+    line = f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}"
+    if spec is not None:
+        sizes = [str(size) for size in spec.sizes]
+        line += f" {spec.dtype} {spec.requires_grad} {sizes} {spec.order}"
+        if spec.expanded:
+            line += f" {spec.expanded}"
+    return line + "".join(f" in {region}" for region in regions_of(node))
 
 
 def _target(graph: LayerGraph, node: fx.Node) -> str:

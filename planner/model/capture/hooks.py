@@ -70,7 +70,10 @@ def refuse_hooks(model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
     as_they_are = {id(module) for block in blocks for module in block.modules()}
     for path, module in model.named_modules():
         if id(module) not in as_they_are and (module._backward_hooks or module._backward_pre_hooks):
-            where = f"module '{path}'" if path else type(model).__name__
+            if path:
+                where = f"module '{path}'"
+            else:
+                where = type(model).__name__
             raise CaptureError(
                 f"{where} has a backward hook, and a captured graph would drop it",
                 hint=_GRADIENT_HINT,
@@ -139,7 +142,9 @@ def _is_linear(hook: Any, parameter: Tensor) -> bool:
             other = size * drawn()
             whole = result(one + other)
             of_parts = result(one) + result(other)
-            scale = max(float(whole.abs().max()), size) if whole.numel() else size
+            scale = size
+            if whole.numel():
+                scale = max(float(whole.abs().max()), size)
             tolerance = scale * max(_SAME, 4 * torch.finfo(parameter.dtype).eps)
             if not torch.allclose(whole, of_parts, rtol=0.0, atol=tolerance):
                 return False
@@ -157,4 +162,6 @@ def _is_own(hook: Any) -> bool:
 def _users_line() -> str:
     frames = traceback.extract_stack()
     own = [frame for frame in frames if Path(frame.filename).is_file() and is_users(frame.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    if not own:
+        return ""
+    return f" at {own[-1].filename}:{own[-1].lineno}"

@@ -121,7 +121,9 @@ def _without_slices(path: str, model: nn.Module) -> str:
     if inner is None:
         return holder + _without_slices(rest, model)
     # A slice of a Sequential keeps the names; one of a ModuleList counts anew.
-    name = inner if isinstance(container, nn.Sequential) else names[int(inner)]
+    name = inner
+    if not isinstance(container, nn.Sequential):
+        name = names[int(inner)]
     return _without_slices(f"{holder}.{name}{rest}", model)
 
 

@@ -57,7 +57,9 @@ class OtherSizes:
         self._loss = loss
         self._options = graph.options
         self._usual = usual
-        self._only = None if graph.batch_size is None else only_size(graph)
+        self._only = None
+        if graph.batch_size is not None:
+            self._only = only_size(graph)
         self._blocks = graph.blocks is not None  # which run as they are, for any size
         self._problems: dict[int, str | None] = {usual.size: None}
         self._mode = FakeTensorMode(
@@ -85,7 +87,9 @@ class OtherSizes:
         if self._model is None:
             return "the model cannot be copied, and so not be tried on it"
         problem = self._tried(batch)
-        return problem if problem is not None and self._tells else None
+        if problem is not None and self._tells:
+            return problem
+        return None
 
     @cached_property
     def _tells(self) -> bool:
@@ -145,7 +149,9 @@ class _WithoutData(fx.Interpreter):
                 self._attributes[node.target] = _without_data(attrgetter(node.target)(module), mode)
 
     def run_node(self, n: fx.Node) -> Any:
-        return None if is_check(n) else super().run_node(n)
+        if is_check(n):
+            return None
+        return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._attributes[target]

@@ -25,6 +25,7 @@ def noting_pins() -> Iterator[list[str]]:
     size of the batch.
     """
     places: list[str] = []
+    # Private; the tracer tells nobody else when it does so.
     replace = ShapeEnv._set_replacement
 
     def noted(env: ShapeEnv, symbol: sympy.Symbol, target: sympy.Expr, *args: Any) -> None:

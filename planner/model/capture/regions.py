@@ -29,6 +29,9 @@ from planner.runtime import known_kinds
 _set_grad_pass = replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass
 _autocast_pass = replace_autocast_with_hop_pass.replace_autocast_with_hop_pass
 
+# What the tracer writes into a graph for torch.set_grad_enabled.
+_set_grad_enabled = torch._C._set_grad_enabled
+
 _META = "planner_regions"
 _TRACED_ON = "cpu"
 
@@ -111,8 +114,10 @@ def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModul
     gradients: Region | None = None
     autocast: dict[fx.Node, Region] = {}  # in the order that they were entered
     for node in list(module.graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
-            gradients = None if node.args[0] == usual else Region(bool(node.args[0]))
+        if node.target is _set_grad_enabled:
+            gradients = None
+            if node.args[0] != usual:
+                gradients = Region(bool(node.args[0]))
         elif node.target is _enter_autocast:
             # The tracer remembers no casts, and says so in the last argument; one process does.
             device_type, dtype, enabled, _ = node.args
@@ -131,7 +136,7 @@ def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModul
             setattr(module, str(node.target), nested)
 
     for node in reversed(list(module.graph.nodes)):
-        if node.target in (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast):
+        if node.target in (_set_grad_enabled, _enter_autocast, _exit_autocast):
             module.graph.erase_node(node)
     module.recompile()
     return module, signature
@@ -155,14 +160,14 @@ class RegionWriter:
         while len(self._open) > same:
             region, handle = self._open.pop()
             self._code.call_function(
-                _exit_autocast if region.grad is None else torch._C._set_grad_enabled, (handle,)
+                _exit_autocast if region.grad is None else _set_grad_enabled, (handle,)
             )
 
         for region in regions[same:]:
             self.used = True
             if region.grad is not None:
                 handle = self._code.call_function(torch.is_grad_enabled)
-                self._code.call_function(torch._C._set_grad_enabled, (region.grad,))
+                self._code.call_function(_set_grad_enabled, (region.grad,))
             else:
                 kind = device_type if region.device_type == _TRACED_ON else region.device_type
                 handle = self._code.call_function(
@@ -177,7 +182,8 @@ def restored_after_failure(device_type: str) -> Iterator[None]:
     leaves them.
     """
     # Devices that compute nothing, such as meta, follow the CPU's rules.
-    device_type = device_type if device_type in known_kinds() else "cpu"
+    if device_type not in known_kinds():
+        device_type = "cpu"
     grad = torch.is_grad_enabled()
     cached = torch.is_autocast_cache_enabled()
     enabled = torch.is_autocast_enabled(device_type)

@@ -40,7 +40,9 @@ def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
 @lru_cache(maxsize=MOST_EXTENTS)
 def evaluate(size: Size, extent: Extent) -> int:
     """Return the size for a batch of this extent."""
-    return size if isinstance(size, int) else int(_value(size, extent))
+    if isinstance(size, int):
+        return size
+    return int(_value(size, extent))
 
 
 @lru_cache(maxsize=MOST_EXTENTS)
@@ -51,7 +53,9 @@ def evaluate_number(expression: sympy.Expr, extent: Extent) -> int | float | boo
         return number
     if number in (sympy.true, sympy.false):
         return bool(number)
-    return int(number) if number.is_integer else float(number)
+    if number.is_integer:
+        return int(number)
+    return float(number)
 
 
 def _value(expression: sympy.Expr, extent: Extent) -> Any:
@@ -92,7 +96,9 @@ def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) ->
         line = sympy.sympify(sizes[place]).subs(known)
         known[symbol] = int((given[place] - line.subs(symbol, 0)) / line.diff(symbol))
     samples, *others = (known.get(each, 0) for each in (BATCH, *map(length_symbol, range(lengths))))
-    return (samples, *others) if others else samples
+    if not others:
+        return samples
+    return (samples, *others)
 
 
 def is_symbolic(value: object) -> bool:
@@ -145,4 +151,6 @@ class SizeReader:
 
 
 def _shape(value: object) -> Sequence[Any]:
-    return value.shape if isinstance(value, Tensor) else ()
+    if isinstance(value, Tensor):
+        return value.shape
+    return ()

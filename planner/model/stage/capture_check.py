@@ -271,7 +271,9 @@ def _gradient_difference(
 
 
 def _shown_norm(gradient: Tensor | None) -> str:
-    return "none" if gradient is None else f"{_norm(gradient):.6g}"
+    if gradient is None:
+        return "none"
+    return f"{_norm(gradient):.6g}"
 
 
 def _norm(gradient: Tensor) -> float:

@@ -171,36 +171,54 @@ class SegmentBuilder:
         self._attributes = {
             source: self._attribute(source) for source in self._part.used if source.op == "get_attr"
         }
-        # Weights are looked up before the code runs, because `nn.Module.__getattr__` searches at
-        # every dot of `self.block.qkv.weight`. That saves Python's time, which compiled code does
-        # not take.
-        modules = dict(self._weights.named_modules())
-        names = (
-            []
-            if self._compiled
-            else dict.fromkeys(n for n in self._attributes.values() if n not in modules)
-        )
-        arguments = {
-            name: self._new.placeholder(f"weight_{number}") for number, name in enumerate(names)
-        }
-        self._copies = {
-            node: arguments[name] for node, name in self._attributes.items() if name in arguments
-        }
-        self._device, self._key, self._observer = map(
-            self._new.placeholder, ("device", "random_key", "observer")
-        )
-        self._copies |= {node: self._new.placeholder(node.name) for node in taken}
-        self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
+
+        names = self._take_weights()
+        self._take_values(taken)
         self._copy_fixed()
         for index, layer in zip(self._part.positions, self._part.layers, strict=True):
             self._copy_layer(index, layer)
         self._region_writer.move_to(())
         self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))
-        # Only the generated function is kept; the module around it, with the graph, is dropped.
-        code = type(fx.GraphModule(self._weights, self._new)).forward
+
+        run = self._function(names)
         self.places = {
             copy.name: place for node, copy in self._copies.items() if (place := user_place(node))
         }
+        return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
+
+    def _take_weights(self) -> list[str]:
+        """Make arguments of the weights that the code reads, and return their names.
+
+        They are looked up before the code runs, because `nn.Module.__getattr__` searches at every
+        dot of `self.block.qkv.weight`. That saves Python's time, which compiled code does not take.
+        """
+        if self._compiled:
+            return []
+
+        modules = dict(self._weights.named_modules())
+        names = dict.fromkeys(name for name in self._attributes.values() if name not in modules)
+        arguments = {
+            name: self._new.placeholder(f"weight_{number}") for number, name in enumerate(names)
+        }
+        for node, name in self._attributes.items():
+            if name in arguments:
+                self._copies[node] = arguments[name]
+        return list(names)
+
+    def _take_values(self, taken: Sequence[fx.Node]) -> None:
+        """Make arguments of everything else, and enter the values that the segment takes."""
+        self._device = self._new.placeholder("device")
+        self._key = self._new.placeholder("random_key")
+        self._observer = self._new.placeholder("observer")
+        for node in taken:
+            self._copies[node] = self._new.placeholder(node.name)
+        for node in taken:
+            self._copies[node] = self._regions.taken(node, self._copies[node])
+
+    def _function(self, names: Sequence[str]) -> Callable[..., Any]:
+        """Return what runs the code with the weights of these names."""
+        # Only the generated function is kept; the module around it, with the graph, is dropped.
+        code = type(fx.GraphModule(self._weights, self._new)).forward
         if self._compiled:
             code = compiled(code, dynamic=bool(self._graph.lengths))
         weights = self._weights
@@ -213,19 +231,12 @@ class SegmentBuilder:
             with restored_after_failure(device.type):
                 return forward(device, *values)
 
-        run = forward_in_regions if self._region_writer.used else forward
-        return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
+        if self._region_writer.used:
+            return forward_in_regions
+        return forward
 
     def _copy_layer(self, index: int, layer: GraphLayer) -> None:
-        # Each random layer is seeded anew, so that its numbers do not depend on what the process
-        # ran before. From outside, one cannot see whether a block draws random numbers.
-        if self._blocks is not None or any(
-            is_random(node, self._graph.module) for node in layer.nodes
-        ):
-            reseeding: Any = reseed
-            if self._compiled:
-                reseeding = torch.compiler.disable(reseed)  # type: ignore[no-untyped-call]
-            self._new.call_function(reseeding, (self._key, self._device, index))
+        self._seed(index, layer)
         if self._blocks is not None:
             call, *_ = layer.nodes
             values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
@@ -234,19 +245,34 @@ class SegmentBuilder:
             if node not in self._copies:
                 self._copy_in_regions(node)
         if self._variant.observable:
-            # Of a layer's values the one whose backward runs first; of operations, that is the
-            # last.
-            specs = self._graph.specs
-            path = self._graph.loss_path
-            nodes = [
-                node
-                for node in layer.nodes
-                if node in specs and specs[node].requires_grad and node in path
-            ]
-            last = [
-                self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])
-            ]
-            self._new.call_function(_notify, (self._observer, index, last))
+            self._show(index, layer)
+
+    def _seed(self, index: int, layer: GraphLayer) -> None:
+        """Seed each random layer anew, so that its numbers do not depend on what the process ran
+        before. From outside, one cannot see whether a block draws random numbers.
+        """
+        draws = any(is_random(node, self._graph.module) for node in layer.nodes)
+        if draws or self._blocks is not None:
+            reseeding: Any = reseed
+            if self._compiled:
+                reseeding = torch.compiler.disable(reseed)  # type: ignore[no-untyped-call]
+            self._new.call_function(reseeding, (self._key, self._device, index))
+
+    def _show(self, index: int, layer: GraphLayer) -> None:
+        """Let the observer see, of a layer's values, the one whose backward runs first; of
+        operations, that is the last.
+        """
+        specs = self._graph.specs
+        path = self._graph.loss_path
+        nodes = [
+            node
+            for node in layer.nodes
+            if node in specs and specs[node].requires_grad and node in path
+        ]
+        if self._blocks is None:
+            nodes = nodes[-1:]
+        values = [self._copies[node] for node in nodes]
+        self._new.call_function(_notify, (self._observer, index, values))
 
     def _copy_fixed(self) -> None:
         """Run what is fixed and read within regions first: it is in no region, and would be run

@@ -296,8 +296,13 @@ def build_stage(
     boundary = parts.stage_boundary(graph, positions, later, keep)
     # again, for deferred weights: they were made after the capture
     graph.options.prepare(graph.model)
-    blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
-    weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
+    blocks = None
+    if graph.blocks is not None:
+        blocks = StageBlocks(graph, boundary, variant)
+    if blocks is None:
+        weights = weights_of(graph, boundary.layers)
+    else:
+        weights = blocks.weights
     if of is not None:
         use_registries(weights, of)
     borders = [*boundary.received, *boundary.sent]
@@ -321,7 +326,10 @@ def build_stage(
     takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
     units = None
     if variant.units:
-        units = of.units if of is not None else units_of(graph, variant.units)
+        if of is not None:
+            units = of.units
+        else:
+            units = units_of(graph, variant.units)
         assert units is not None
         segments = units.wrapped(segments, variant.units)
     code = parts.joined(segments, takes, [node.name for node in boundary.makes])

@@ -139,7 +139,9 @@ def _dimensions_of_samples(spec: ValueSpec, fixed: int | None) -> list[int]:
     may be.
     """
     if fixed is not None:
-        return [0] if spec.sizes and spec.sizes[0] == fixed else []
+        if spec.sizes and spec.sizes[0] == fixed:
+            return [0]
+        return []
     return [place for place, size in enumerate(spec.sizes) if size == BATCH]
 
 

@@ -156,7 +156,9 @@ def weight_of(node: fx.Node) -> Any:
     if node.target is _aten.embedding.default:
         return node.args[0]
     product = PRODUCTS.get(node.target)
-    return None if product is None else node.args[product.weight]
+    if product is None:
+        return None
+    return node.args[product.weight]
 
 
 def sums(node: fx.Node, cut: "Cut") -> bool:
@@ -231,8 +233,12 @@ def shape_of(node: fx.Node) -> Sequence[Any]:
     tensor.
     """
     value = node.meta.get("val")
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    return tuple(first.shape) if isinstance(first, Tensor) else ()
+    first = value
+    if isinstance(value, (tuple, list)) and value:
+        first = value[0]
+    if not isinstance(first, Tensor):
+        return ()
+    return tuple(first.shape)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -246,7 +252,10 @@ def along(node: fx.Node) -> int | None:
     place = _ALONG.get(packet_of(node))
     if place is None:
         return None
-    given = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
+    if len(node.args) > place:
+        given = node.args[place]
+    else:
+        given = node.kwargs.get("dim", 0)
     return int(given) % len(shape_of(node.all_input_nodes[0]))  # type: ignore[arg-type]
 
 
@@ -298,7 +307,9 @@ def dimension_of(
             return _moved(node, len(before), divided[first])
         if operation in (*_NORMS, *_SUMS):
             given: Any = node.args[1] if len(node.args) > 1 else ()
-            over = range(-len(given), 0) if operation in _NORMS else given
+            over = given
+            if operation in _NORMS:
+                over = range(-len(given), 0)
             if over and dimension < min(each % len(before) for each in over):
                 return dimension
             return None

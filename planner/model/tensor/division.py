@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with gro
 
 _aten = torch.ops.aten
 
+Copies = dict[fx.Node, fx.Node]  # of a graph's nodes, in the code of a stage
+
 
 class Regions:
     """The operations of a piece of code whose results are DTensors; there are none without a group.
@@ -101,7 +103,9 @@ class Regions:
     def _note_packing(self, product: fx.Node) -> None:
         """Note the values that a product computes several of as one, and what takes them apart."""
         cut = self._weights.get(weight_of(product))
-        packed = packing(product) if cut is not None and cut.blocks else None
+        packed = None
+        if cut is not None and cut.blocks:
+            packed = packing(product)
         if packed is not None:
             for value, dimension in packed.packed.items():
                 self._packed[value] = Cut(dimension, packed.blocks)
@@ -117,7 +121,7 @@ class Regions:
             enter = self._group.scatter
         return self._code.call_function(enter, (copy, self._tokens[node]))
 
-    def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def made(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as it leaves the piece."""
         at_border = node in self._division.borders
         if node not in self._tokens or (at_border and not self._division.sends_parts):
@@ -126,7 +130,7 @@ class Regions:
             return self._code.call_method("to_local", (copies[node],))
         return copies[node]
 
-    def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    def reader(self, node: fx.Node, copies: Copies) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
         is_product = offsets_of(node) is not None
         reads_rows = is_product or not self._rows.keys().isdisjoint(node.all_input_nodes)
@@ -192,11 +196,14 @@ class Regions:
             return False
         return cut.gathered or sums(node, cut)
 
-    def whole(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def whole(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as it is on every rank."""
         if node not in self._weights and not (node in self._inside and is_tensor(node)):
             return self._added(node, copies)
-        copy = copies[node] if node in self._tokens else self._within(node, copies)
+        if node in self._tokens:
+            copy = copies[node]
+        else:
+            copy = self._within(node, copies)
         cut = self._packed.get(node, self._weights.get(node, Cut(0)))
         return self._once(self._group.leave, node, copy, cut.dimension, cut.blocks)
 
@@ -255,7 +262,7 @@ class Regions:
             for user in node.users
         )
 
-    def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _within(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value as operations on divided ones take it: with all tokens."""
         if is_tensor(node) and node in self._tokens:
             self._gathered[node] = self._once(self._group.gather, node, copies[node])
@@ -267,9 +274,7 @@ class Regions:
             return self._once(self._group.part, node, copies[node], cut.dimension)
         return self._once(self._group.enter, node, self._added(node, copies))
 
-    def _by_experts(
-        self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
+    def _by_experts(self, node: fx.Node, source: fx.Node, copies: Copies) -> fx.Node:
         """Return what an operation on the rows of a rank's experts reads in place of a value."""
         if source in self._rows:
             return copies[source]
@@ -291,7 +296,7 @@ class Regions:
         rows = self._once(routes, offsets, copies[offsets], whole)
         return self._once(take, source, whole, rows)
 
-    def _added(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _added(self, node: fx.Node, copies: Copies) -> fx.Node:
         """Return a value with all of its rows, or with what all ranks add to its gradient."""
         by_samples = self._division.by_samples
         offsets = self._rows.get(node)
@@ -399,7 +404,9 @@ UNDIVIDED = DividedWeights()
 def divided_weights(module: nn.Module) -> DividedWeights:
     """Return which weights of a stage are divided; none of any other module's."""
     found = getattr(module, "division", UNDIVIDED)
-    return found if isinstance(found, DividedWeights) else UNDIVIDED
+    if isinstance(found, DividedWeights):
+        return found
+    return UNDIVIDED
 
 
 def keep_parts(module: nn.Module) -> None:
@@ -497,14 +504,18 @@ def division_of(
         modules = {alias.rpartition(".")[0] for alias in aliases}
         style = _style(plan, modules - undivided)
         if name in experts:
-            style = EXPERTS if style_of(plan, name) == EXPERTS else None
+            style = None
+            if style_of(plan, name) == EXPERTS:
+                style = EXPERTS
         # the bias of a sum is added once
         if style is None or (parameter.dim() == 1 and style in ROWS):
             continue
 
         users = [node for module in modules for node in products.get(module, ())]
         own = [node for node in users if graph.names.parameter(weight_of(node)) in aliases]
-        packed = packing(users[0]) if style in COLUMNS and len(users) == 1 else None
+        packed = None
+        if style in COLUMNS and len(users) == 1:
+            packed = packing(users[0])
         blocks = packed.blocks if packed is not None else ()
         cut = Cut(_divided_dimension(own, style), blocks, style in GATHERED)
         if cut.divides(parameter.shape[cut.dimension], group.degree):
@@ -539,7 +550,9 @@ def _divided_dimension(products: Sequence[fx.Node], style: str) -> int:
     if not products:
         return 0
     product = PRODUCTS[products[-1].target]
-    return product.inputs if style in ROWS else product.outputs
+    if style in ROWS:
+        return product.inputs
+    return product.outputs
 
 
 def _uneven(name: str, size: int, cut: Cut, degree: int) -> PlanError:
@@ -573,7 +586,9 @@ def _heads(view: fx.Node, value: fx.Node) -> int:
     keeps it.
     """
     last = len(shape_of(value)) - 1
-    place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
+    place = None
+    if packet_of(view) in VIEWS:
+        place = dimension_of(view, {value: last})
     if place is None or place == len(shape_of(view)) - 1:
         return 0
     return int(shape_of(view)[place])

@@ -80,7 +80,9 @@ class TensorGroup:
         or a sum so far.
         """
         own = Shard(dimension)
-        whole = value if isinstance(value, DTensor) else self.enter(value)
+        whole = value
+        if not isinstance(value, DTensor):
+            whole = self.enter(value)
         assert isinstance(whole, DTensor)
         if whole.placements == (own,):
             return whole
@@ -171,11 +173,13 @@ class TensorGroup:
             sends = takes = [whole.shape[0] // self.degree] * self.degree
         else:
             sends, takes = torch.stack([given.sum(1), taken.sum(1)]).tolist()
-        own = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
-        order = own.repeat_interleave(taken.flatten(), output_size=sum(takes)).argsort(stable=True)
-        return Exchange(
-            taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes
-        )
+
+        # The rows that come, rank by rank, in the order of the experts.
+        experts = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
+        expert_of = experts.repeat_interleave(taken.flatten(), output_size=sum(takes))
+        order = expert_of.argsort(stable=True)
+        ends = taken.sum(0).cumsum(0).to(offsets.dtype)
+        return Exchange(ends, order, order.argsort(), sends, takes)
 
     def give(self, value: Tensor, rows: Exchange) -> Tensor:
         """Return the rows of this rank's experts, of the values of all ranks."""
@@ -299,7 +303,8 @@ class TensorGroup:
         # of the whole.
         shape = (*query.shape[:-1], key.shape[-2])
         noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
-        noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
+        if divides:
+            noise = noise.chunk(self.degree, dimension)[self.place]
         if enable_gqa:
             k, v = (_expanded(each, q.shape[-3]) for each in (k, v))
         root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -326,9 +331,8 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed: Tensor = torch.ops._c10d_functional.wait_tensor(
-            funcol.all_reduce(gradient, "sum", ctx.group)
-        )
+        sum_of_ranks = funcol.all_reduce(gradient, "sum", ctx.group)
+        summed: Tensor = funcol.wait_tensor(sum_of_ranks)  # type: ignore[no-untyped-call]
         return summed, None
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from planner.errors import InputError
 from planner.model.capture.graph import LayerGraph
@@ -90,15 +90,20 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
     styles = _product_styles(nodes, degree, graph.model, read_once)
 
     for node, name in read.items():
-        rows = graph.model.get_parameter(name).shape[0]
-        if node.target is torch.ops.aten.embedding.default and rows % degree == 0:
-            users = [other.target in PRODUCTS for other, own in read.items() if own == name]
-            # a head may have the embedding's weight
-            if len(users) == uses[name] <= 2 and name.endswith(".weight"):
-                styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
+        readers = [reader for reader, own in read.items() if own == name]
+        # A head may have the embedding's weight; nothing else may use it.
+        alone = len(readers) == uses[name] <= 2 and name.endswith(".weight")
+        if alone and _divides_rows(node, graph.model.get_parameter(name), degree):
+            tied = any(reader.target in PRODUCTS for reader in readers)
+            styles[name] = GATHERED[0] if tied else "embedding_rowwise"
 
     modules = {name.rpartition(".")[0]: style for name, style in styles.items()}
     return modules | expert_plan(graph, degree)
+
+
+def _divides_rows(node: fx.Node, weight: Tensor, degree: int) -> bool:
+    """Return whether a node is an embedding whose rows so many ranks can divide."""
+    return node.target is torch.ops.aten.embedding.default and weight.shape[0] % degree == 0
 
 
 def _product_styles(
@@ -184,7 +189,9 @@ def _walk(
 
         elif dimensions:
             dimension = opened.get(node, dimension_of(node, dimensions))
-            size = None if dimension is None else shape_of(node)[dimension]
+            size = None
+            if dimension is not None:
+                size = shape_of(node)[dimension]
             if dimension is None or not isinstance(size, int) or size % degree:
                 failed |= sources
             else:

@@ -256,12 +256,13 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     return supporting(spec, dtype, f"device '{name}'")
 
 
-def usual_dtype(name: str) -> DType:
-    """Return the type that people train in on such a GPU: bfloat16 where it has it, else
+def usual_dtype(*names: str) -> DType:
+    """Return the type that people train in on such GPUs: bfloat16 where all have it, else
     float16.
     """
-    peaks = device_spec(name, "float32").peak_flops_per_s
-    return next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in peaks)
+    peaks = [device_spec(name, "float32").peak_flops_per_s for name in names]
+    halves: tuple[DType, ...] = ("bfloat16", "float16")
+    return next((dtype for dtype in halves if all(dtype in own for own in peaks)), "float32")
 
 
 def supporting(spec: DeviceSpec, dtype: DType, label: str) -> DeviceSpec:

@@ -10,8 +10,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import InputError, LayerError, PlanError
+from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.files import Record, load_record, replace
-from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
+from planner.formats.profile import (
+    TF32,
+    Compiled,
+    DegreeCosts,
+    Device,
+    MemoryFormat,
+    Profile,
+)
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import (
@@ -87,7 +95,8 @@ class EstimateOptions:
     """What a model is estimated for.
 
     Attributes:
-        device: name in the table of `devices`, such as "v100", or a device of one's own.
+        device: name in the table of `devices`, such as "v100", or a device of one's own; or several
+            kinds of GPUs by name, of which the profile has the times of each.
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
         fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs
@@ -102,7 +111,7 @@ class EstimateOptions:
             otherwise.
     """
 
-    device: str | DeviceSpec
+    device: str | DeviceSpec | Mapping[str, DeviceSpec]
     dtype: DType = "float32"
     memory_format: MemoryFormat | None = None
     fusion: Fusion | None = None
@@ -137,19 +146,14 @@ class Estimator:
 
     def __init__(self, training_spec: TrainingSpec, options: EstimateOptions) -> None:
         self._training_spec, self._options = training_spec, options
-        dtype, host = (
-            options.dtype,
-            options.host or ("compiled" if options.fusion is compiler else None),
-        )
-        device = (
-            options.device
-            if isinstance(options.device, DeviceSpec)
-            else device_spec(options.device, dtype)
-        )
-        _check_kind(device, options)
-        if host is not None and device.kind != "cpu":
-            device = replace(device, dispatch_s=launch_of(host))
-        self._spec = device
+        given = options.device
+        self._names: tuple[str, ...] = ()  # of kinds, where there are several
+        if isinstance(given, Mapping):
+            self._names = tuple(given)
+            specs = list(given.values())
+        else:
+            specs = [given if isinstance(given, DeviceSpec) else device_spec(given, options.dtype)]
+        self._specs = [_with_host(spec, options) for spec in specs]
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
 
@@ -158,17 +162,23 @@ class Estimator:
         trace = self._trace(batch_size)
         self._first = self._first or trace
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
-        profile = profile_of_trace(trace, self._spec, optimizer_elementwise=divisible)
+        profiles = [
+            profile_of_trace(trace, spec, optimizer_elementwise=divisible) for spec in self._specs
+        ]
+        profile = profiles[0]
+        if self._names:
+            profile = profile_of_kinds(dict(zip(self._names, profiles, strict=True)))
 
         others = []
         for lengths in other_lengths(self._training_spec):
             other = self._trace(batch_size, lengths=lengths)
-            others.append(profile_of_trace(other, self._spec))
+            others.append(profile_of_trace(other, self._specs[0]))
         return with_lengths(profile, others, self._training_spec)
 
     def divided(self, profile: Profile) -> Profile:
         """Return a profile of this model with the costs of layers that ranks divide."""
-        costs, batch_size = [], profile.microbatch_size or 1
+        batch_size = profile.microbatch_size or 1
+        costs: list[list[DegreeCosts]] = [[] for _ in self._specs]  # of each device
         for degree in list(self._degrees):
             try:
                 part = self._trace(batch_size, degree)
@@ -178,20 +188,32 @@ class Estimator:
                     raise
                 self._degrees.remove(degree)
                 continue
-            costs.append(
-                degree_costs(
-                    profile_of_trace(part, self._spec), part.division, part.weights, part.counts
-                )
-            )
-        return replace(profile, tensor=tuple(costs)) if costs else profile
+            for own, spec in zip(costs, self._specs, strict=True):
+                of_part = profile_of_trace(part, spec)
+                own.append(degree_costs(of_part, part.division, part.weights, part.counts))
+        if not costs[0]:
+            return profile
+        kinds = profile.kinds and tuple(
+            replace(kind, tensor=tuple(own)) for kind, own in zip(profile.kinds, costs, strict=True)
+        )
+        return replace(profile, tensor=tuple(costs[0]), kinds=kinds)
 
     def _trace(
         self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None
     ) -> StepTrace:
         asked = self._options
-        execution = Execution(self._spec.kind, asked.fusion, asked.master_weights)
+        execution = Execution(self._specs[0].kind, asked.fusion, asked.master_weights)
         how = (asked.dtype, asked.memory_format, execution, degree)
         return trace_step(self._training_spec, batch_size, *how, like=self._first, lengths=lengths)
+
+
+def _with_host(device: DeviceSpec, options: EstimateOptions) -> DeviceSpec:
+    """Return the device with the host that launches its kernels."""
+    _check_kind(device, options)
+    host = options.host or ("compiled" if options.fusion is compiler else None)
+    if host is None or device.kind == "cpu":
+        return device
+    return replace(device, dispatch_s=launch_of(host))
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:

@@ -72,6 +72,7 @@ class Pace:
         s_per_byte: of a message, where all pairs of a set exchange at once.
         round_s: of a short exchange that all workers wait for.
         unit_s_per_byte: of a unit's computation by its weights; 0 where no units are measured.
+        one_ring_size: workers in the one ring over all; 0 where that is no other measurement.
     """
 
     size: int
@@ -79,6 +80,7 @@ class Pace:
     s_per_byte: float
     round_s: float
     unit_s_per_byte: float = 0.0
+    one_ring_size: int = 0
 
     def expected_s(self, effort: Effort) -> float:
         """Return the seconds that measuring the level takes with this effort."""
@@ -89,6 +91,9 @@ class Pace:
 
         reduced_s_per_byte = 2 * (self.size - 1) / self.size * self.s_per_byte
         buckets_s = effort.seconds + 2 * effort.bucket_bytes * reduced_s_per_byte
+        if self.one_ring_size:
+            moved = 2 * (self.one_ring_size - 1) / self.one_ring_size
+            buckets_s += effort.seconds + 2 * effort.bucket_bytes * moved * self.s_per_byte
         sums_s = sum(
             max(effort.seconds, SUM_TURNS * 2 * size_bytes * reduced_s_per_byte)
             for size_bytes in (SMALL_SUM_BYTES, SMALL_SUM_BYTES, effort.sum_bytes)

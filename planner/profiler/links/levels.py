@@ -3,7 +3,9 @@ level.
 
 Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between
 hosts, all workers of a host exchange with those of the next one at once, because they share the
-host's link. A level is as fast as its slowest measurement. As in a pipeline, messages travel both
+host's link. All-reduces are measured twice there: as many rings at once as a host has workers, and
+one ring over all workers, which enters and leaves each host once and may reach less of its link. A
+level is as fast as its slowest measurement. As in a pipeline, messages travel both
 ways at the same time, and follow one another without a pause.
 """
 
@@ -75,6 +77,7 @@ class _Group(NamedTuple):
     turns: Sequence[Pairs]
     ring: dist.ProcessGroup
     sharing: int  # pairs at a time that share a link
+    one_ring: dist.ProcessGroup | None = None  # of all workers, where it is another one
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
@@ -126,6 +129,8 @@ class LevelMeasurement:
             [groups.for_collectives(ring) for ring in rings if len(ring) > 1]
             for rings in (within, across)
         )
+        several = hosts > 1 and workers > 1
+        self._one_ring = groups.for_collectives(range(self._world)) if several else None
         groups.use_once()
         spare = place.kind != "cpu" or cores_to_send(workers)
         # where every host has cores to send with
@@ -143,7 +148,7 @@ class LevelMeasurement:
 
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""
-        levels = [self._level(*group) for group in self._level_groups()]
+        levels = [self._level(group) for group in self._level_groups()]
         return tuple(levels) if self._rank == 0 else ()
 
     def _level_groups(self) -> list[_Group]:
@@ -154,7 +159,7 @@ class LevelMeasurement:
             groups.append(_Group(workers, self._inner, ring, sharing=1))
         if self._hosts > 1:
             ring = self._across[self._rank % workers]
-            groups.append(_Group(self._hosts, self._outer, ring, sharing=workers))
+            groups.append(_Group(self._hosts, self._outer, ring, workers, self._one_ring))
         return groups
 
     def _pace(self, group: _Group) -> Pace:
@@ -177,6 +182,7 @@ class LevelMeasurement:
             s_per_byte=all_s / (rounds * _PROBE_BYTES),
             round_s=2 * round_s,  # the others wait for it, which takes as long
             unit_s_per_byte=unit_s / _PROBE_BYTES,
+            one_ring_size=0 if group.one_ring is None else self._world,
         )
 
     def _shards_units(self, ring: dist.ProcessGroup) -> bool:
@@ -214,10 +220,9 @@ class LevelMeasurement:
 
         return self._median_s(code, _CODINGS)
 
-    def _level(
-        self, size: int, turns: Sequence[Pairs], ring: dist.ProcessGroup, sharing: int
-    ) -> Level:
-        """Measure one level of `size` members, of which `sharing` pairs at a time share a link."""
+    def _level(self, group: _Group) -> Level:
+        """Measure one level."""
+        size, turns, ring, sharing, one_ring = group
         latency_s = max(
             # Pairs that share a link would wait for each other, which is no latency.
             self._latency_s(pairs if sharing == 1 else pairs[:1], self._effort.latency_rounds)
@@ -225,12 +230,18 @@ class LevelMeasurement:
         )
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
+        one_ring_per_s = None
+        if one_ring is not None:
+            # more than all rings together have is noise
+            measured_per_s = self._all_reduce(one_ring, self._world)
+            one_ring_per_s = min(measured_per_s, reduced_per_s * sharing)
         sums = self._sums(ring, size, reduced_per_s)
         level = Level(
             size=size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
+            one_ring_bandwidth_bytes_per_s=one_ring_per_s,
             sum_bandwidth_bytes_per_s=sums.bytes_per_s * sharing,
             sum_latency_s=max(latency_s, sums.latency_s),
             sum_wait_share=sums.wait_share,

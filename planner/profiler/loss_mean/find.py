@@ -208,7 +208,9 @@ def _run(
         trial = _tried(model, each, gradients=not is_large(graph))
         if trial is not None:
             natural.append(trial)
-        trial = _tried(model, each, parts=parts) if graph.lengths else None
+        trial = None
+        if graph.lengths:
+            trial = _tried(model, each, parts=parts)
         if trial is not None:
             padded.append(trial)
 

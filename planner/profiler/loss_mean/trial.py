@@ -101,7 +101,9 @@ class Trial:
                 found += share * each.gradients[number]
             scale = max(float(expected.norm()), self.tolerance.floor * most, _TINY)
             error = max(error, float((found - expected).norm()) / scale / self.tolerance.gradient)
-        return error if math.isfinite(error) else math.inf
+        if math.isfinite(error):
+            return error
+        return math.inf
 
     def _loss_error(self, counted: Sequence[tuple[float, Outcome]]) -> float:
         """Return the same of the losses alone, of parts with their shares."""
@@ -416,7 +418,9 @@ def rows_of(output: Any, samples: range, size: int) -> Any:
 
 
 def _scale_of(weight: Tensor) -> float:
-    size = float(weight.detach().square().mean().sqrt()) if weight.numel() else 0.0
+    size = 0.0
+    if weight.numel():
+        size = float(weight.detach().square().mean().sqrt())
     if size:
         return _NOISE * size
     if weight.dim() < 2:

@@ -195,4 +195,6 @@ def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[in
 
 
 def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator > 0 else 1.0
+    if denominator > 0:
+        return numerator / denominator
+    return 1.0

@@ -36,7 +36,9 @@ def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) ->
     with nullcontext() if dist.is_initialized() else fake_group(2):
         tried = separability(spec, whole, ways, device)
         separable = tried.problem is None or (tried.claimed and not tried.combines)
-        problem = schedule_problem(spec, whole, ways, device) if separable else None
+        problem = None
+        if separable:
+            problem = schedule_problem(spec, whole, ways, device)
 
     if separable and problem is None:
         return True

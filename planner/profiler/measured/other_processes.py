@@ -37,7 +37,9 @@ def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
     """
     wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)
     thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
-    drift = whole[1].median_s() / whole[0].median_s() - 1 if len(whole) > 1 else None
+    drift = None
+    if len(whole) > 1:
+        drift = whole[1].median_s() / whole[0].median_s() - 1
     alone = threads == 1 and thread_s > 0
     return Disturbance(waited_share=max(0.0, 1 - thread_s / wall_s) if alone else None, drift=drift)
 

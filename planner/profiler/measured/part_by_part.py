@@ -55,7 +55,9 @@ def measure_in_parts(
     of memory for a single layer.
     """
     runtime = runtime_of(device)
-    free = runtime.free_and_total_bytes(device)[0] if runtime.counts_memory else 0
+    free = 0
+    if runtime.counts_memory:
+        free = runtime.free_and_total_bytes(device)[0]
     batch = batch.to(device)
     between = _Between(graph, batch)
     pending = list(_parts(graph, int(free * _WEIGHTS_SHARE)))[::-1]

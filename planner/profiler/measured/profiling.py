@@ -60,7 +60,9 @@ class ProfilingOptions(ProfileOptions):
     @property
     def stage(self) -> ModuleOptions:
         """How stages run."""
-        half = None if self.dtype == TF32 else autocast_dtype(self.dtype)
+        half = None
+        if self.dtype != TF32:
+            half = autocast_dtype(self.dtype)
         if self.master_weights and half is None:
             raise InputError(
                 f"`dtype={self.dtype}` needs no master weights",
@@ -124,7 +126,9 @@ def profile_model(
     check_positive("batch_size", batch_size)
     device = options.checked_device()
     check_processes(options.processes, options.threads, device, spec)
-    warmup = WARMUP_GPU if runtime_of(device).asynchronous else WARMUP_CPU
+    warmup = WARMUP_CPU
+    if runtime_of(device).asynchronous:
+        warmup = WARMUP_GPU
     effort = Effort(options.seconds, options.repeats, min(LEAST_REPEATS, options.repeats), warmup)
     if progress is not None:
         effort = replace(effort, progress=progress)
@@ -151,7 +155,9 @@ def profile_model(
         )
         # What the first calls of the model do not change, later ones may.
         with refuse_changed_parameters(graph.model), contended:
-            half = replace(effort, seconds=effort.seconds / 2) if others else effort
+            half = effort
+            if others:
+                half = replace(effort, seconds=effort.seconds / 2)
             measured = _measure(spec, graph, batch, device, half, options)
             share = replace(half, seconds=half.seconds / max(1, len(others)))
             shorter = [_measure(spec, graph, each, device, share, options) for each in others]

@@ -202,7 +202,10 @@ class StepMeasurement:
         )
 
     def _saved(self) -> list[int]:
-        most_bytes = free_memory_bytes() if self._device.type == "cpu" else math.inf
+        if self._device.type == "cpu":
+            most_bytes = free_memory_bytes()
+        else:
+            most_bytes = math.inf
         return saved_bytes([self._stage], self._run, len(self._span), most_bytes=most_bytes)
 
     def _counted(self) -> LayerCounts:

@@ -152,7 +152,10 @@ def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
     if name.startswith(GROUPED):
         return _grouped_flops(args[0], args[1])
     if _is_fused_recurrent(name):
-        weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+        if isinstance(args[1], (list, tuple)):
+            weights = args[1]
+        else:
+            weights = args[1:3]
         return _recurrent_flops(args[0], weights, backward=backward)
     return 0
 
@@ -175,7 +178,9 @@ def _grouped_flops(one: Tensor, other: Tensor) -> int:
     Where the groups divide the other's columns (3 and 2 dimensions), each number meets its own
     group's columns alone.
     """
-    groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+    groups = 1
+    if one.dim() == 3 and other.dim() == 2:
+        groups = one.shape[0]
     return 2 * one.numel() * other.shape[-1] // groups
 
 
@@ -191,6 +196,7 @@ def fake_group(size: int) -> Iterator[None]:
     """Let this process be the first of so many, of which no other is there: what it sends goes
     nowhere.
     """
+    # PyTorch's own tests use it; a group of ranks that are not there has no public name.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook

@@ -248,7 +248,9 @@ def repeat(effort: Effort, phase: str, steps: Sequence[Callable[[], None]]) -> N
         spent = time.perf_counter() - started
         if done >= effort.least_repeats and spent >= effort.seconds:
             break
-        spent_share = spent / effort.seconds if effort.seconds else 1.0
+        spent_share = 1.0
+        if effort.seconds:
+            spent_share = spent / effort.seconds
         effort.progress(phase, min(1.0, max(spent_share, done / effort.repeats)))
         for step in steps:
             step()

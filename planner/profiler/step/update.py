@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
-from planner.model.torch_private import tree_leaves
+from planner.model.torch_private import copy_all, tree_leaves
 from planner.profiler.step.allocation import meter_for
 from planner.profiler.step.timing import Clock
 
@@ -71,7 +71,9 @@ def layer_updates(
             continue
         update = Update(spec, parameters, whole)
         update()  # which creates the state
-        update_s = clock.median_s(update, _UPDATES) if update.takes_any else 0.0
+        update_s = 0.0
+        if update.takes_any:
+            update_s = clock.median_s(update, _UPDATES)
         times.append((update_s, update.state_bytes))
     # All layers before any is repeated: the caches then hold other gradients, as in a training
     # step.
@@ -156,11 +158,8 @@ class Update:
         for parameter, master in self._masters.items():
             master.grad = parameter.grad
         step_part(self._spec, self.optimizer)
-        if self._masters:
-            torch._foreach_copy_(
-                [each.data for each in self._masters],
-                [each.data for each in self._masters.values()],
-            )
+        weights = [weight.data for weight in self._masters]
+        copy_all(weights, [master.data for master in self._masters.values()])
 
     @property
     def takes_any(self) -> bool:

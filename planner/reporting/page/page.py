@@ -77,7 +77,9 @@ def report_page(
     """
     runs = [simulated] if measured is None else [simulated, measured]
     summary = summarize(simulated)
-    run = None if measured is None else compare_runs(simulated, measured)
+    run = None
+    if measured is not None:
+        run = compare_runs(simulated, measured)
     ran = None if run is None else run.measured
     timeline = fill(
         "timeline.html", timeline_section(runs, shown_workers(simulated))
@@ -152,7 +154,9 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
     workers = shown_workers(first)
     stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
     span = max(run.span_s for run in runs)
-    digits = max(0, _DIGITS - math.floor(math.log10(span))) if span > 0 else 0
+    digits = 0
+    if span > 0:
+        digits = max(0, _DIGITS - math.floor(math.log10(span)))
     rows = rows_of(runs, workers)
     return {
         "span_s": span,
@@ -212,7 +216,9 @@ def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
 def _column(values: Iterable[int]) -> list[int] | int:
     """Return the values, or the only value that they have."""
     found = list(values)
-    return found[0] if len(set(found)) == 1 else found
+    if len(set(found)) != 1:
+        return found
+    return found[0]
 
 
 def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] | None:
@@ -268,37 +274,29 @@ def _table(label: str, table: Table) -> str:
 
 def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     """Show the numbers that matter most, those of a run first, and what else is predicted."""
-    predicted = plan.predicted
-    runs = {"measured": measured, f"predicted by {predicted.by}": predicted, "simulated": summary}
-    tiles = []
-    for name, run in runs.items():
-        if run is not None:
-            seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
-            rate = ""
-            if run.samples_per_s is not None:
-                rate = f"{format_rate(run.samples_per_s)} samples/s"
-            tiles.append((name, rate or seconds, seconds if rate else ""))
-    if tiles[-1][1:] == tiles[-2][1:]:
-        tiles.pop()
-    tiles += [
-        (f"over {way}", text, "")
-        for way, text in words.speed_ups(plan).items()
-        if text.endswith("x")
-    ]
-    with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
+    tiles = [*_speeds(plan, summary, measured)]
+    for way, text in words.speed_ups(plan).items():
+        if text.endswith("x"):
+            tiles.append((f"over {way}", text, ""))
+
+    more = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
     causes = run_tables.bubble_causes(summary)
-    more = f"{with_ends}; waiting for {causes}" if causes else with_ends
+    if causes:
+        more = f"{more}; waiting for {causes}"
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
+
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:
         limit = "no limit"
         if fullest.limit_bytes is not None:
             limit = f"of {format_memory(fullest.limit_bytes)}"
         tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
+
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in tiles
     )
+
     limits = Limits(*busiest(summary), summary.bubble_share)
     lines = [
         ("verdict", verdict(plan, limits)),
@@ -312,6 +310,25 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes
     )
     return f'<dl class="figures">{items}</dl>{_table("Prediction", prediction)}{notes}'
+
+
+def _speeds(plan: Plan, summary: Summary, measured: Summary | None) -> list[tuple[str, str, str]]:
+    """Return the tiles of the speeds: name, value, and what stands below it in small letters."""
+    predicted = plan.predicted
+    runs = {"measured": measured, f"predicted by {predicted.by}": predicted, "simulated": summary}
+    tiles = []
+    for name, run in runs.items():
+        if run is not None:
+            seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
+            if run.samples_per_s is None:
+                tiles.append((name, seconds, ""))
+            else:
+                tiles.append((name, f"{format_rate(run.samples_per_s)} samples/s", seconds))
+
+    # A prediction by simulation is this simulation.
+    if tiles[-1][1:] == tiles[-2][1:]:
+        tiles.pop()
+    return tiles
 
 
 def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:

@@ -10,7 +10,7 @@ from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.cost import cost_cells, cost_lines
-from planner.reporting.tables.device import unmeasured_words
+from planner.reporting.tables.device import unmeasured_in_plan
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.trainer_run import trainer_run_report
@@ -77,7 +77,9 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
 
 def _signed(change: float) -> str:
     """Write a relative change: "-96%", "+150%"; one that rounds to nothing has no sign."""
-    return f"{change:+.0%}" if round(change, 2) else "0%"
+    if not round(change, 2):
+        return "0%"
+    return f"{change:+.0%}"
 
 
 def comparison_legend(comparison: Comparison) -> str:
@@ -100,7 +102,9 @@ def comparison_legend(comparison: Comparison) -> str:
     }
     for schedule, microbatches in dict.fromkeys(updates.values()):
         own = [name for name, update in updates.items() if update == (schedule, microbatches)]
-        named = ", ".join(own) if len(own) < len(others) else "all others"
+        named = "all others"
+        if len(own) < len(others):
+            named = ", ".join(own)
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append(
@@ -130,7 +134,9 @@ def comparison_legend(comparison: Comparison) -> str:
 
 def _updates_line(comparison: Comparison) -> str:
     """Say what rows are updates of, and whether they are of equally many samples."""
-    unit = "microbatches" if comparison.rows[0].samples_per_s is None else "samples"
+    unit = "samples"
+    if comparison.rows[0].samples_per_s is None:
+        unit = "microbatches"
     line = f"update: {unit} whose gradients make one update"
     if len({row.samples_per_update for row in comparison.rows}) > 1:
         line += ", which differ between rows: so do these trainings, not only in speed"
@@ -176,13 +182,17 @@ def fit_report(answer: Fit) -> str:
 def listing(words: Sequence[str]) -> str:
     """Write "a", "a and b", or "a, b and c"."""
     *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used = plan.predicted.flop_utilisation
     limit = plan.cluster.memory_bytes
-    full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
+    full = ""
+    if limit:
+        full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}"
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
         full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
     split = _split(plan)
@@ -191,7 +201,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         saved["a sharded optimizer's state"] = sum(
             stage.shards_optimizer_alone for stage in plan.stages
         )
-    of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
+    of_all = ""
+    if len(plan.stages) > 1:
+        of_all = f" of {len(plan.stages)} stages"
     saving = [
         f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count
     ]
@@ -202,7 +214,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
             f"{plan.microbatch_size} at a time",
         ),
         ("stages run", words.options_words(plan)),
-        ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
+        ("GPUs", _gpus_line(plan)),
         ("links", links_line(plan)),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
         ("split", split + words.unused_gpus(plan) + "".join(saving)),
@@ -210,7 +222,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
         ("baselines", words.best_baseline_line(plan)),
-        ("kernels", unmeasured_words(plan.device)),
+        ("kernels", unmeasured_in_plan(plan)),
         (
             "search",
             "stopped early: others could be faster" if words.stopped_early(plan) else None,
@@ -221,6 +233,11 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
             "measurements",
         ),
     ]
+
+
+def _gpus_line(plan: Plan) -> str:
+    line = words.cluster_line(plan.cluster)
+    return line if plan.cluster.kinds else f"{plan.device.name}; {line}"
 
 
 def _ways(plan: Plan) -> Table:
@@ -264,7 +281,7 @@ def _numbers_of_gpus(answer: Fit) -> Table:
     cells = []
     for row in sorted(rows, key=lambda row: row.gpus, reverse=answer.asked.plan is not None):
         cell = {
-            "GPUs": f"{row.gpus}",
+            "GPUs": row.kinds or f"{row.gpus}",
             "split": "no plan fits",
             "memory": "",
             unit: "",

@@ -81,4 +81,6 @@ def _place(cluster: Cluster, level: int) -> str:
     joined = [number for number, each in enumerate(cluster.levels) if each.size > 1]
     if len(joined) == 1:
         return "per GPU"
-    return "inside a server" if level == joined[0] else "per server"
+    if level == joined[0]:
+        return "inside a server"
+    return "per server"

@@ -10,7 +10,7 @@ from itertools import groupby
 from planner.analysis.compare import ORDERS
 from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
 from planner.analysis.limits import Limits, simulated_limits
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import (
     ALONG_ORDER,
@@ -245,7 +245,9 @@ def row_update(way: OtherWay, plan: Plan) -> str:
 def update_range(samples: tuple[int, int]) -> str:
     """Write samples per update for a table: "128", or "4-28"."""
     least, most = samples
-    return f"{most}" if least == most else f"{least}-{most}"
+    if least == most:
+        return f"{most}"
+    return f"{least}-{most}"
 
 
 def other_update(way: OtherWay, plan: Plan) -> str:
@@ -297,11 +299,7 @@ def staleness_warning(plan: Plan) -> tuple[str, str] | None:
 
 def cluster_line(cluster: Cluster) -> str:
     """Describe the cluster: sizes of its levels, inner to outer, rates and memory."""
-    levels = ", ".join(
-        f"{level.size} at {format_bandwidth(level.bandwidth_bytes_per_s)}"
-        + (f" and {format_seconds(level.latency_s)} latency" if level.latency_s else "")
-        for level in cluster.levels
-    )
+    levels = ", ".join(map(_level_words, cluster.levels))
     if cluster.compress != "none":
         levels += f", activations sent as {cluster.compress}"
     if cluster.sequence_parallel:
@@ -312,11 +310,29 @@ def cluster_line(cluster: Cluster) -> str:
         if cluster.backend is not None:
             measured = f", measured over {cluster.backend}"
         return f"{levels}, {_memory(cluster.memory_bytes)}{measured}"
-    kinds = [
-        f"{kind.count} {'' if kind.name else 'of '}{kind.title}, {_memory(cluster.memory_of(kind))}"
-        for kind in cluster.kinds
+    return f"{levels}: {'; '.join(_kind_words(cluster, kind) for kind in cluster.kinds)}"
+
+
+def _level_words(level: Level) -> str:
+    words = f"{level.size} at {format_bandwidth(level.bandwidth_bytes_per_s)}"
+    one_ring = level.one_ring_bandwidth_bytes_per_s
+    if one_ring is not None:
+        words += f" ({format_bandwidth(one_ring)} in one ring)"
+    if level.latency_s:
+        words += f" and {format_seconds(level.latency_s)} latency"
+    return words
+
+
+def _kind_words(cluster: Cluster, kind: DeviceKind) -> str:
+    named = kind.title if kind.name else f"of {kind.title}"
+    words = f"{kind.count} {named}, {_memory(cluster.memory_of(kind))}"
+    if kind.link_ratios is None:
+        return words
+    rates = [
+        format_bandwidth(level.bandwidth_bytes_per_s * ratio)
+        for level, ratio in zip(cluster.levels, kind.link_ratios, strict=True)
     ]
-    return f"{levels}: {'; '.join(kinds)}"
+    return f"{words}, links of {' and '.join(rates)}"
 
 
 def _memory(limit: int | None) -> str:
@@ -329,7 +345,9 @@ def options_words(record: Profile | Plan) -> str | None:
     """List the options that are set: "autocast to bfloat16, channels-last, compiled"; None without
     any.
     """
-    autocast = f"autocast to {record.autocast}" if record.autocast else None
+    autocast = None
+    if record.autocast:
+        autocast = f"autocast to {record.autocast}"
     if record.master_weights:
         autocast = f"weights in {record.master_weights}, with float32 masters"
     frozen = f"frozen ones in {record.base_bits} bits" if record.base_bits else None
@@ -424,7 +442,9 @@ def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
     """
     if over_memory_bytes:
         return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
-    return "" if ratio is None else format_times(ratio)
+    if ratio is None:
+        return ""
+    return format_times(ratio)
 
 
 def _speed_up(plan: Plan) -> str:
@@ -485,7 +505,9 @@ def _solver(plan: Plan) -> str:
 
 def schedules_table(plan: Plan) -> Table:
     """Tabulate the best plan under each schedule."""
-    per_s = "microbatches/s" if plan.microbatch_size is None else "samples/s"
+    per_s = "samples/s"
+    if plan.microbatch_size is None:
+        per_s = "microbatches/s"
     rows = [
         {
             "schedule": str(way.schedule),

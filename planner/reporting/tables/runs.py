@@ -42,7 +42,9 @@ def training_report(result: "TrainResult") -> str:
 
 def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     measured = result.samples_per_s
-    name = f" ({result.device_name})" if result.device_name is not None else ""
+    name = ""
+    if result.device_name is not None:
+        name = f" ({result.device_name})"
     predicted = deferred = resumed = None
     if (expected := result.predicted_samples_per_s) is not None:
         predicted = f"{expected:.1f} samples/s" + (
@@ -299,7 +301,9 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
             )
     for number, (before, now) in enumerate(zip(planned.levels, levels, strict=True)):
         if before != now:
-            where = "links" if len(levels) == 1 else f"links of level {number}"
+            where = "links"
+            if len(levels) != 1:
+                where = f"links of level {number}"
             yield (
                 f"{where} carry {format_bandwidth(now.bandwidth_bytes_per_s)}, and "
                 f"{format_bandwidth(before.bandwidth_bytes_per_s)} was planned"
@@ -309,7 +313,9 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
 
 
 def _speed_of(cluster: Cluster, rank: int) -> float:
-    return cluster.kind_of(rank).speed if cluster.kinds else 1.0
+    if not cluster.kinds:
+        return 1.0
+    return cluster.kind_of(rank).speed
 
 
 def gain_sentence(before: Plan, after: Plan) -> str:

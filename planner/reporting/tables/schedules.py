@@ -29,7 +29,10 @@ def _cells(row: ScheduleRow) -> dict[str, str | None]:
     assert row.seconds_per_microbatch is not None
     assert row.memory_bytes is not None
     rate = row.samples_per_s or 1 / row.seconds_per_microbatch
-    batch = row.microbatches if row.global_batch is None else row.global_batch
+    if row.global_batch is None:
+        batch = row.microbatches
+    else:
+        batch = row.global_batch
     return {
         "global batch": f"{batch}",
         "schedule": str(row.schedule),

@@ -73,7 +73,9 @@ def _is_pipeline(way: OtherWay) -> bool:
 
 
 def _little(plan: Plan, best: OtherWay) -> str:
-    return "little" if share_of_speed(plan, best) < 1 else "nothing"
+    if share_of_speed(plan, best) < 1:
+        return "little"
+    return "nothing"
 
 
 def _without_pipeline(plan: Plan) -> str:

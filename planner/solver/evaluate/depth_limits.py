@@ -79,8 +79,10 @@ def _message_s(
     """Return the mean seconds of messages of these sizes over all pairs of ranks."""
     # Minibatch b is on replica b mod r of each stage.
     pairs = math.lcm(len(source), len(target))
-    levels = topology.level(np.resize(source, pairs), np.resize(target, pairs))
-    bandwidth = topology.path_bytes_per_s[levels]
+    senders = np.resize(source, pairs)
+    receivers = np.resize(target, pairs)
+    levels = topology.level(senders, receivers)
+    bandwidth = topology.pair_bytes_per_s(levels, senders, receivers)
     latency_s = topology.latency_s[levels]
 
     # A message takes its latency even if it is small, but no message is sent for no bytes.

@@ -30,7 +30,9 @@ class Leaner:
         while all(row < len(each) for row, each in zip(rows, choices, strict=True)):
             plan = self._priced(stages, choices, rows)
             if plan.fits(self._problem.cluster):
-                return plan if self._problem.allows(plan) else None
+                if self._problem.allows(plan):
+                    return plan
+                return None
             excess_bytes = self._excess_bytes(plan)
             for number, in_flight in enumerate(plan.price.in_flight):
                 if excess_bytes[number] > 0:

@@ -186,7 +186,9 @@ class _Trials:
         if path == self._first:
             return ()
         plan = self._pool.priced(stages_along(self._space, path))
-        return [plan] if self._problem.allows(plan) else []
+        if not self._problem.allows(plan):
+            return []
+        return [plan]
 
 
 def deepen(pool: Pool, searched: Problem) -> None:

@@ -10,6 +10,7 @@ from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.profile import KIND_COLUMNS, Layer, Profile
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem
@@ -107,12 +108,12 @@ def _on_kinds(layer_costs: LayerCosts, cluster: Cluster) -> tuple[LayerCosts, li
 def least_times(every: Sequence[LayerCosts], weights: Sequence[float]) -> Profile:
     """Return the profile whose layers take the least of their weighted times in several."""
     layers = zip(*(costs.profile.layers for costs in every), strict=True)
-    least = {
-        "layers": tuple(_least_layer(variants, weights) for variants in layers),
-        "kinds": None,
-        "tensor": None,
-    }
-    return every[0].profile.model_copy(update=least)
+    return replace(
+        every[0].profile,
+        layers=tuple(_least_layer(variants, weights) for variants in layers),
+        kinds=None,
+        tensor=None,
+    )
 
 
 def _least_layer(variants: Sequence[Layer], weights: Sequence[float]) -> Layer:
@@ -123,4 +124,4 @@ def _least_layer(variants: Sequence[Layer], weights: Sequence[float]) -> Layer:
         for name in KIND_COLUMNS
         if name.endswith("_s")
     }
-    return variants[0].model_copy(update=times)
+    return replace(variants[0], **times)

@@ -49,7 +49,10 @@ class Budget:
     searching: Clock = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.tuning.most_instructions if self.most is None else self.most
+        if self.most is None:
+            self.left = self.tuning.most_instructions
+        else:
+            self.left = self.most
         self.searching = self.clock.part(self.tuning.search_share)
 
     @classmethod

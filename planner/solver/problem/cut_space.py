@@ -42,7 +42,9 @@ class SearchedCuts:
         order.
         """
         if not self.complete:
-            return IMPROVED if self.improved else ALONG_ORDER
+            if self.improved:
+                return IMPROVED
+            return ALONG_ORDER
         if not self.branches:
             return ""
         return f"all {len(self.space)} sets of layers that a cut may leave before it"
@@ -50,7 +52,9 @@ class SearchedCuts:
     @property
     def bound_of(self) -> str:
         """Of which plans a bound over the space is, where not of all."""
-        return "" if self.complete else ALONG_ORDER
+        if self.complete:
+            return ""
+        return ALONG_ORDER
 
 
 def searched_cuts(problem: Problem) -> SearchedCuts:

@@ -55,7 +55,10 @@ def drained_s(problem: Problem, *, in_order: bool = True) -> float:
             ends = _ends_in_order(problem, totals)
         else:
             ends = _ends_of_any_layers(problem, totals)
-        bound_s = np.inf if ends is None else _several_stages_s(problem, totals, ends)
+        if ends is None:
+            bound_s = np.inf
+        else:
+            bound_s = _several_stages_s(problem, totals, ends)
     return single_stage_s(problem, totals, bound_s)
 
 

@@ -162,7 +162,9 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
     """Return the argument for the fewest GPUs on which a plan fits; empty if they are not known."""
 
     def enough(gpus: int) -> int | None:
-        return None if fits(gpus, memory_bytes) is None else gpus
+        if fits(gpus, memory_bytes) is None:
+            return None
+        return gpus
 
     gpus, proven = _least(
         enough,

@@ -129,7 +129,10 @@ class LayerGraph:
                 if changed in borders or not self._keeps_order(changed, group):
                     continue
                 enters = _has(changed, group)
-                change = self._after_entry if enters else self._after_leaving
+                if enters:
+                    change = self._after_entry
+                else:
+                    change = self._after_leaving
                 borders[changed] = change(border, changed, group)
 
                 step_s = self._seconds[group]

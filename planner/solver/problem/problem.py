@@ -286,7 +286,9 @@ class Problem:
 
     def count(self, kind: DeviceKind | None) -> int:
         """Return the number of GPUs of that kind."""
-        return self.cluster.gpus if kind is None else kind.count
+        if kind is None:
+            return self.cluster.gpus
+        return kind.count
 
     def asynchronous(self, link: Link | None = None) -> ReplicaModel:
         """Return the cost model of a stage, with its bounds, for the cluster's slowest or another

@@ -209,7 +209,10 @@ class Chain(CutSpace):
         """Take all of them, or some `states` by number, with both ends."""
         groups = uncut_groups(layer_costs)
         cuts = np.cumsum([0, *map(len, groups)])
-        self._states = np.arange(len(cuts)) if states is None else states
+        if states is None:
+            self._states = np.arange(len(cuts))
+        else:
+            self._states = states
         self._before = cuts[self._states]  # layers before each state
 
         sums: dict[str, Floats] = {}
@@ -231,7 +234,9 @@ class Chain(CutSpace):
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
 
     def rough(self, most: int) -> Integers | None:
-        return self.spread(most) if len(self) > 2 * most else None
+        if len(self) > 2 * most:
+            return self.spread(most)
+        return None
 
     def only(self, states: Integers) -> "Chain":
         return Chain(self.layer_costs, self._states[states])

@@ -1,11 +1,13 @@
 """Propose plans on GPUs of several kinds: for each order of the kinds, a search along their line.
 
-Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other
+A stage's all-reduce and its messages are priced at the links of its own kinds. Nearly exact, on
+links that are all alike, for plans in which the GPUs of a kind follow each other
 (`planner.solver.search.line`). Local search on simulated times then also lets kinds take turns.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, permutations
 
 import numpy as np
@@ -27,6 +29,7 @@ from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import MixedTuning
 
 Ranks = tuple[int, ...]
+LinkOf = Callable[[Sequence[int]], Link]  # the link of these ranks
 
 
 def propose_mixed(problem: Problem, pool: Pool) -> Iterator[Batch]:
@@ -66,7 +69,7 @@ def _kinds_alike(problem: Problem) -> list[Ranks]:
     cluster = problem.cluster
     alike: dict[object, Ranks] = {}
     for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
-        key = kind.name, kind.speed, cluster.memory_of(kind)
+        key = kind.name, kind.speed, cluster.memory_of(kind), kind.link_ratios
         alike[key] = (*alike.get(key, ()), *ranks)
     return list(alike.values())
 
@@ -77,7 +80,10 @@ def _whole_models(problem: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence
     """
     leaner = Leaner(problem)
     cluster = problem.cluster
-    most = problem.microbatches if problem.schedule.divides else cluster.gpus
+    if problem.schedule.divides:
+        most = problem.microbatches
+    else:
+        most = cluster.gpus
 
     for ranks in {tuple(range(cluster.gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
         stage = everything_on(problem.layer_costs, cluster, sorted(ranks)[:most])
@@ -109,25 +115,36 @@ class _Lines:
     def plans(self) -> list[Sequence[Candidate]]:
         """Return as many as there is time for."""
         try:
-            for link in self._links():
-                self._take(link, true=True)
+            for link_of in self._links():
+                self._take(link_of, true=True)
             # Where messages weigh more, there are fewer of them, and plans wait less.
             for factor in self.problem.tuning.mixed.slower_link_ratios:
-                self._take(self.problem.link.slowed(factor), true=False)
+                slower = self.problem.link.slowed(factor)
+                self._take(_same_for_all(slower), true=False)
         except OutOfTimeError:
             pass  # what was met so far is proposed
         return self._met
 
-    def _links(self) -> list[Link]:
-        topology = self.problem.topology
-        links = {self.problem.link, *(topology.link(level) for level in range(len(topology)))}
-        return sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
-
-    def _take(self, link: Link, *, true: bool) -> None:
-        """Meet plans for one link; for links that are not `true` their own seconds say which of
-        them are fast.
+    def _links(self) -> list[LinkOf]:
+        """Return the slowest link for all ranks, then what each level is to ranks, where that
+        differs; slow links first.
         """
-        tables = self._tables(link)
+        topology = self.problem.topology
+        slowest = self.problem.link
+        choices: dict[tuple[Link, ...], LinkOf] = {
+            (slowest,) * len(self.kinds): _same_for_all(slowest),
+        }
+        for level in range(len(topology)):
+            link_of = partial(topology.link, level)
+            choices.setdefault(tuple(map(link_of, self.kinds)), link_of)
+        rates = {links: [link.bandwidth_bytes_per_s for link in links] for links in choices}
+        return [choices[links] for links in sorted(choices, key=rates.__getitem__)]
+
+    def _take(self, link_of: LinkOf, *, true: bool) -> None:
+        """Meet plans for links; for links that are not `true` their own seconds say which of them
+        are fast.
+        """
+        tables = self._tables(link_of)
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
             line = [(number, self.kinds[number]) for number in order]
@@ -135,13 +152,16 @@ class _Lines:
             for path in _met_along(search, best_s, self.problem):
                 stages = stages_along(search.space, path)
                 self._met.append(stages)
-                seconds = _price_s(self.problem, stages) if true else path.seconds
+                if true:
+                    seconds = _price_s(self.problem, stages)
+                else:
+                    seconds = path.seconds
                 best_s = min(best_s, seconds)
             self.problem.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
 
-    def _tables(self, link: Link) -> Mapping[Kinds, StagesOn]:
+    def _tables(self, link_of: LinkOf) -> Mapping[Kinds, StagesOn]:
         """Return all stages on GPUs of each set of kinds."""
         problem = self.problem
         tuning = problem.tuning.mixed
@@ -153,8 +173,13 @@ class _Lines:
         for numbers in _subsets(len(self.kinds)):
             ranks = [rank for number in numbers for rank in self.kinds[number]]
             kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            link = link_of(ranks)
             tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
         return tables
+
+
+def _same_for_all(link: Link) -> LinkOf:
+    return lambda ranks: link
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:

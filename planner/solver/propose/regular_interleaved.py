@@ -166,7 +166,9 @@ def _lean_at(problem: Problem, point: _Point) -> _Lean | None:
         options = options.with_sharding(UNSHARDED.of_optimizer_alone())
     trial = _Recomputing(groups, stages, options, point.workers)
     plan = trial.lean_enough()
-    return None if plan is None else _Lean(plan, groups, point.degree)
+    if plan is None:
+        return None
+    return _Lean(plan, groups, point.degree)
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,9 @@ class _Recomputing:
                 groups = self._groups(stage, whole=whole)
             stages.append(replace(stage, options=replace(self.options, recompute=groups)))
         plan = priced(self.problem, stages)
-        return plan if self.problem.allows(plan) else None
+        if self.problem.allows(plan):
+            return plan
+        return None
 
     def _groups(self, stage: Candidate, *, whole: bool) -> tuple[frozenset[int], ...]:
         """Return what recomputes together in a stage: all of it, or each block by itself."""

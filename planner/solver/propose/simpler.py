@@ -96,7 +96,9 @@ def _on_fewer_gpus(problem: Problem, kind: Kind, pool: Pool) -> Iterator[CutPath
     model = problem.asynchronous(kind.link)
     # On a slower link a plan looks slower than it is, so its limit is more generous.
     is_slower = kind.link.bandwidth_bytes_per_s < problem.link.bandwidth_bytes_per_s
-    generous = problem.tuning.waiting.slower_link_seconds_ratio if is_slower else 1.0
+    generous = 1.0
+    if is_slower:
+        generous = problem.tuning.waiting.slower_link_seconds_ratio
 
     used = kind.limits.gpus + 1
     for count in counts_to_try(kind.limits.gpus, problem.tuning.restricted):
@@ -135,7 +137,9 @@ def _kinds(search: PipelineSearch) -> Iterator[Kind]:
     """Yield the kinds of plans, each with the most GPUs to propose it for."""
     problem = search.problem
     # Paths over the copies' cuts are priced over the search's: both must be along the order.
-    copies = _counting_copies(problem) if isinstance(search.space, Chain) else None
+    copies = None
+    if isinstance(search.space, Chain):
+        copies = _counting_copies(problem)
     for limits in _families(problem, search.space):
         most = _on_at_most(limits, problem.tuning.evaluate.most_workers)
         if copies is not None:

@@ -58,7 +58,10 @@ class LeastSums:
         stage = stage[better]
         self.sums[number, state, better] = least[better]
         for name, values in first.items():
-            chosen = values[stage] if values.ndim == 1 else values[stage, better]
+            if values.ndim == 1:
+                chosen = values[stage]
+            else:
+                chosen = values[stage, better]
             self.first[name][number, state, better] = chosen
         return better, stage
 

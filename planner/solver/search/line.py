@@ -107,7 +107,9 @@ class LineSearch:
             table.idle(cut)
 
         fits = np.isfinite(table.sums[0, 0, self.gpus])
-        return self._trace(table, openings) if fits else None
+        if not fits:
+            return None
+        return self._trace(table, openings)
 
     def _openings(self, cut: int, limit_s: float) -> "_Openings":
         """Return the stages from the cut that are worth a try, in every run of kinds."""

@@ -135,7 +135,7 @@ class PipelineSearch:
         than is known.
         """
         problem = self.problem
-        roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
+        roomy = problem.with_cluster(replace(problem.cluster, memory_bytes=None))
         search = PipelineSearch(roomy, self.space)
         try:
             path = search.best()
@@ -189,7 +189,9 @@ class PipelineSearch:
             clock=self.problem.budget.clock,
         )
         path = self._search(limits).within(ANY_TIME_S)
-        return None if path is None else self.priced(path)
+        if path is None:
+            return None
+        return self.priced(path)
 
     def priced(self, path: CutPath) -> Evaluation:
         """Price a path's stages by the cost model."""

@@ -21,7 +21,9 @@ class DataParallelSearch(Search):
 
     def best(self, below_s: float = np.inf, precision: float = RESOLUTION) -> CutPath | None:
         path = self.single_stage()
-        return None if path is None or path.seconds >= below_s else path
+        if path is None or path.seconds >= below_s:
+            return None
+        return path
 
     def _counts(self) -> Integers:
         return np.arange(1, self._most_alone + 1)

@@ -217,4 +217,16 @@ def extended(one: Profile, other: Profile, size: int) -> Profile:
         )
         for before, after in zip(one.layers, other.layers, strict=True)
     )
-    return replace(other, layers=layers, microbatch_size=size)
+    kinds = other.kinds and tuple(
+        replace(
+            after,
+            forward_s=tuple(map(on_the_line, before.forward_s, after.forward_s)),
+            backward_s=tuple(map(on_the_line, before.backward_s, after.backward_s)),
+            workspace_bytes=tuple(
+                int(on_the_line(*sizes))
+                for sizes in zip(before.workspace_bytes, after.workspace_bytes, strict=True)
+            ),
+        )
+        for before, after in zip(one.kinds or (), other.kinds, strict=True)
+    )
+    return replace(other, layers=layers, kinds=kinds, microbatch_size=size)

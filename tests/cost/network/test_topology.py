@@ -14,10 +14,18 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.topology import Loads, Topology, column_ranks, rank_ranges
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
+from planner.formats.cluster import (
+    Cluster,
+    DeviceKind,
+    Level,
+    flat_cluster,
+    hierarchical_cluster,
+)
+from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.plan.rank_groups import groups_of
 from planner.schedule.registry import find
+from planner.simulator.communication import ClusterLinks
 from tests.examples import examples
 from tests.solver.strategies import profiles
 
@@ -198,3 +206,88 @@ def test_a_group_of_ranks_has_a_ring_for_each_of_them() -> None:
         Topology(groups_of(cluster, degree)).ring_bytes_per_s[-1].item() for degree in (1, 2, 4)
     ]
     assert rates == [4.0, 4.0, 3.0]  # four at once share the link
+
+
+# Four servers of four: three with fast links inside, and one whose link to others is fast.
+OWN_LINKS = Cluster(
+    levels=(
+        Level(size=4, bandwidth_bytes_per_s=4.0),
+        Level(size=4, bandwidth_bytes_per_s=1.0, all_reduce_bandwidth_bytes_per_s=0.5),
+    ),
+    kinds=(
+        DeviceKind(count=12, link_ratios=(5.0, 1.0)),
+        DeviceKind(count=4, link_ratios=(1.0, 3.0)),
+    ),
+)
+
+
+def test_messages_and_rings_go_at_the_links_of_their_ends() -> None:
+    topology = Topology(OWN_LINKS)
+    for ranks, others, rates in (
+        (range(2), range(2, 4), (20.0, 1.0)),
+        (range(12, 14), range(14, 16), (4.0, 3.0)),
+        # the slower end counts
+        (range(8, 12), range(12, 16), (4.0, 1.0)),
+    ):
+        for each in topology.message_bytes_per_s(ranks, others).T:
+            assert list(each) == list(rates)
+    assert topology.ring(range(4)) == (0, 20.0)
+    assert topology.ring(range(12, 16)) == (0, 4.0)
+    assert topology.ring(range(8)) == (1, 0.5)
+    assert topology.ring(range(8, 16)) == (1, 0.5)
+    assert topology.link(1).bandwidth_bytes_per_s == OWN_LINKS.slowest_bandwidth_bytes_per_s == 1.0
+    # what prices do not tell apart, simulations do not either
+    links = ClusterLinks(OWN_LINKS)
+    assert [links.message(*pair)[0].bytes_per_s for pair in ((0, 1), (12, 13), (0, 12))] == [
+        20,
+        4,
+        1,
+    ]
+    assert links.ring(range(12, 16))[0].bytes_per_s == 4.0
+
+
+def test_a_link_that_two_kinds_share_is_the_slower_ones() -> None:
+    kinds = (DeviceKind(count=6), DeviceKind(count=2, link_ratios=(1.0, 0.5)))
+    cluster = replace(hierarchical_cluster((4, 2), (4.0, 1.0)), kinds=kinds)
+    topology = Topology(cluster)
+    assert [topology.link_ratio(1, rank) for rank in range(8)] == [1.0] * 4 + [0.5] * 4
+    loads = Loads(topology)
+    loads.add_ring(range(2, 6), 8.0)
+    moved = 2 * 3 / 16 * 8.0
+    assert list(loads.shared[0][0]) == [moved, moved / 0.5]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(profile=profiles(most_layers=4), data=st.data())
+def test_links_that_are_all_twice_as_fast_are_levels_of_twice_the_rate(
+    profile: Profile, data: st.DataObject
+) -> None:
+    """Also of groups of ranks that divide layers."""
+    sizes = data.draw(st.sampled_from([(8,), (4, 2), (2, 4)]))
+    slow = tuple(
+        Level(size=size, bandwidth_bytes_per_s=rate, all_reduce_bandwidth_bytes_per_s=rate / 2)
+        for size, rate in zip(sizes, (6.0, 2.0), strict=False)
+    )
+    first = data.draw(st.sampled_from([2, 4, 6]))
+    twice = (2.0,) * len(sizes)
+    kinds = tuple(DeviceKind(count=count, link_ratios=twice) for count in (first, 8 - first))
+    plain = tuple(DeviceKind(count=count) for count in (first, 8 - first))
+    ratios = Cluster(levels=slow, kinds=kinds)
+    levels = Cluster(levels=tuple(each.times_as_fast(2.0) for each in slow), kinds=plain)
+
+    layer_costs, count = LayerCosts(profile), len(profile.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
+    parts = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]
+    stages = candidates(parts, [data.draw(st.integers(1, 8 // len(parts))) for _ in parts])
+    for schedule in ("1f1b", "2bw", "1f1b-flush", "gpipe"):
+        microbatches = 1 if schedule == "1f1b" else 8
+        prices = [
+            price(layer_costs, stages, Setting(each, find(schedule), microbatches))
+            for each in (ratios, levels)
+        ]
+        assert prices[0].seconds_per_minibatch == pytest.approx(prices[1].seconds_per_minibatch)
+    groups, of_levels = groups_of(ratios, 2), groups_of(levels, 2)
+    assert [kind.count for kind in groups.kinds] == [first // 2, 4 - first // 2]
+    np.testing.assert_allclose(
+        Topology(groups).ring_bytes_per_s, Topology(of_levels).ring_bytes_per_s
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.profiler.links.effort import Effort, Pace, fitting_effort
@@ -38,6 +40,17 @@ def test_an_effort_that_asks_for_less_is_not_raised() -> None:
     small = Effort(message_bytes=64, bucket_bytes=64, latency_rounds=3)
     scaled = small.scaled(0.5)
     assert (scaled.message_bytes, scaled.bucket_bytes, scaled.latency_rounds) == (64, 64, 3)
+
+
+def test_the_one_ring_over_all_is_part_of_the_time() -> None:
+    """Its buckets move 2 · 15/16 of their bytes, and those of four hosts 2 · 3/4."""
+    both = replace(SLOW, one_ring_size=16)
+    effort = Effort()
+    one_ring_s = effort.seconds + 2 * effort.bucket_bytes * 2 * 15 / 16 * SLOW.s_per_byte
+    assert both.expected_s(effort) == pytest.approx(SLOW.expected_s(effort) + one_ring_s)
+    fitting, expected_s = fitting_effort(effort, [SLOW, both], budget_s=60)
+    assert expected_s <= 60
+    assert fitting.bucket_bytes < effort.bucket_bytes
 
 
 def test_many_hosts_have_less_time_for_each_pair() -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from benchmarks.netns import NetworkUnavailableError, network
 from planner.cli.main import main
+from planner.cost.network.topology import Topology
 from planner.errors import InputError, WorkerError
 from planner.formats.cluster import Cluster, Level, load_cluster
+from planner.formats.plan import load_plan
 from planner.profiler.links.levels import pairs_by_turn
 from planner.profiler.links.measure_cluster import measure_cluster, measure_host
 from planner.reporting.tables.plan import cluster_line
@@ -127,6 +129,11 @@ def test_links_on_this_machine(
     assert cluster.backend == "gloo"
     assert cluster.overlap == cores_to_send(workers)
     assert [level.size for level in cluster.levels] == ([2] if hosts == 1 else [2, 2])
+    if hosts > 1:
+        inner, outer = cluster.levels
+        assert inner.one_ring_bandwidth_bytes_per_s is None
+        one_ring = outer.one_ring_bandwidth_bytes_per_s or 0
+        assert 1e6 < one_ring <= (outer.all_reduce_bandwidth_bytes_per_s or 0)
     for level in cluster.levels:
         assert 1e7 < level.bandwidth_bytes_per_s < 1e12
         assert 1e6 < (level.all_reduce_bandwidth_bytes_per_s or 0) < 1e12
@@ -174,6 +181,47 @@ def test_links_between_hosts(tmp_path: Path) -> None:
     assert 0.7 * 25e6 < outer.bandwidth_bytes_per_s < 1.3 * 25e6
     assert 0.6 * 25e6 < (outer.all_reduce_bandwidth_bytes_per_s or 0) < 1.3 * 25e6
     assert inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
+    # one link, which one ring fills as well as two do
+    assert 0.5 * 25e6 < (outer.one_ring_bandwidth_bytes_per_s or 0) < 1.3 * 25e6
+
+
+@pytest.mark.slow
+def test_one_ring_uses_one_port_of_a_server_and_several_use_all(tmp_path: Path) -> None:
+    """Two "servers" of two workers with a port of 100 Mbit/s each: a ring over all four fills one
+    port each way, and two rings at once fill both.
+    """
+    path = tmp_path / "cluster.json"
+    try:
+        with network(4, "100mbit") as hosts, ExitStack() as stack:
+            _finish(
+                [
+                    stack.enter_context(
+                        hosts[rank].popen(
+                            [*COMMAND, "-o", str(path)],
+                            env=_environment(rank, 2, 2, hosts[0].address, 29513, "eth0"),
+                            stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+                    for rank in range(4)
+                ]
+            )
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+    cluster = load_cluster(path)
+    _, outer = cluster.levels
+    together = outer.all_reduce_bandwidth_bytes_per_s or 0
+    one_ring = outer.one_ring_bandwidth_bytes_per_s or 0
+    assert 0.6 * 25e6 < together < 1.3 * 25e6
+    assert 0.6 * 12.5e6 < one_ring < 1.3 * 12.5e6
+
+    # which the solver prices an all-reduce over all at
+    assert Topology(cluster).link(1).ring_bytes_per_s == pytest.approx(one_ring, rel=0.3)
+    plan = tmp_path / "plan.json"
+    profile = str(Path(__file__).parents[3] / "profiles" / "vgg16" / "cpu.json")
+    solved = ["solve", "--profile", profile, "--cluster", str(path), "-o", str(plan)]
+    assert main(solved) == 0
+    assert load_plan(plan).cluster.levels[1] == outer
 
 
 def test_what_is_measured_at_once() -> None:

@@ -63,7 +63,9 @@ class FittingVariants:
         """
         # 1. Of stages that are not sharded only one replica or several counts.
         if not sharded:
-            told_apart = 2 if self.variants.layer_costs.counts_replicas else 1
+            told_apart = 1
+            if self.variants.layer_costs.counts_replicas:
+                told_apart = 2
             replicas = np.minimum(replicas, told_apart)
 
         # 2. Look up what is known, by last state, whether sharded, replicas, and units in flight.

@@ -106,7 +106,10 @@ class InterleavedSearch:
         variants = self._stages.variants
         sharding = [False]
         if shape.replicas > 1 and variants.shards:
-            sharding = [True] if variants.always_shards else [False, True]
+            if variants.always_shards:
+                sharding = [True]
+            else:
+                sharding = [False, True]
 
         paths: list[CutPath] = []
         all_exact = True
@@ -162,7 +165,9 @@ class InterleavedSearch:
         says otherwise.
         """
         space = self._stages.space
-        sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
+        sharding = UNSHARDED
+        if sharded:
+            sharding = UNSHARDED.of_optimizer_alone()
         options = []
         for ends, recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes, strict=True):
             groups = self._stages.variants.groups(*ends, 0)
@@ -264,7 +269,9 @@ class _Pricing:
 
     def _work(self, rows: Integers) -> Work:
         work = taken(self.stages.work, rows)
-        return work.shared_out() if self.sharded else work
+        if not self.sharded:
+            return work
+        return work.shared_out()
 
     def _footprint(self, rows: Integers) -> Footprint:
         footprint = taken(self.stages.footprint, rows).divided(self.shape.microbatches)

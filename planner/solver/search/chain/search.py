@@ -151,7 +151,9 @@ class Search:
             return None
 
         path = type(self)(self.space.only(states), self.model, self._all_choices).best(below_s)
-        return None if path is None else path.over(states)
+        if path is None:
+            return None
+        return path.over(states)
 
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are

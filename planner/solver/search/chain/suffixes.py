@@ -46,7 +46,9 @@ class Suffixes:
     @property
     def following(self) -> Integers:
         """Rows of `gpus` that a stage may be put before."""
-        return self.gpus[:-1] if self._numbered else self.gpus
+        if not self._numbered:
+            return self.gpus
+        return self.gpus[:-1]
 
     def ranked(
         self,

@@ -30,7 +30,9 @@ class Targets:
         self._halvings = 0  # since the last such question
         self._patience = tuning.most_halvings if near else 1
         # If the time is near the upper bound, the lower one should come near first.
-        self._least_s = best_s * (1 - tuning.start_gap_share) if near else 0.0
+        self._least_s = 0.0
+        if near:
+            self._least_s = best_s * (1 - tuning.start_gap_share)
 
     @property
     def gap_s(self) -> float:

@@ -103,7 +103,9 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
 
     def _run(self, program: Path, solution: Path) -> bool:
         """Run CBC to its end, and return True; False where it was told to stop."""
-        limit = [] if self.timeLimit is None else ["-sec", str(self.timeLimit)]
+        limit = []
+        if self.timeLimit is not None:
+            limit = ["-sec", str(self.timeLimit)]
         options = [
             part for option in self.options + self.getOptions() for part in f"-{option}".split()
         ]

@@ -104,7 +104,7 @@ class Columns:
         memory_bytes = self._memory_bytes(kinds)
         kind = problem.kinds[slowest]
         if kind is not None:
-            kind = kind.model_copy(update={"memory_bytes": memory_bytes})
+            kind = replace(kind, memory_bytes=memory_bytes)
 
         stages = self._table(kinds, slowest)[state]
         for variant in np.flatnonzero(np.isin(stages.variants.ends, ends)).tolist():

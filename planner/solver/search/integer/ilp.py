@@ -7,6 +7,7 @@ formulation: stages between cuts, with replicas, memory, every schedule, and GPU
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
+from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.evaluate.evaluation import priced
@@ -39,8 +40,8 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     """Say why no plan fits: ask again with other memory."""
     cluster = problem.cluster
 
-    def again(**changes: object) -> Evaluation | None:
-        changed = problem.with_cluster(cluster.model_copy(update=changes))
+    def again(other: Cluster) -> Evaluation | None:
+        changed = problem.with_cluster(other)
         budget = Budget(tuning=problem.tuning.budget)
         answer = solve_ilp(replace(changed, budget=budget))
         if answer is None:
@@ -50,11 +51,11 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
         if gpus != cluster.gpus:
             return None
-        return again(memory_bytes=memory_bytes)
+        return again(replace(cluster, memory_bytes=memory_bytes))
 
-    plenty = tuple(kind.model_copy(update={"memory_bytes": PLENTY}) for kind in cluster.kinds)
+    plenty = tuple(replace(kind, memory_bytes=PLENTY) for kind in cluster.kinds)
     # Without a memory limit only the rules can be the reason.
-    if again(kinds=plenty, memory_bytes=None) is None:
+    if again(replace(cluster, kinds=plenty, memory_bytes=None)) is None:
         return against_rules(problem)
     if not cluster.kinds:
         return explain(problem, fits, {})

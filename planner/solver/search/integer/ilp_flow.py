@@ -124,7 +124,10 @@ class Flow:
         if best is None:
             return None
         best = self._leanest(best)
-        bound_s = best.seconds if optimal else min(bound_s, best.seconds)
+        if optimal:
+            bound_s = best.seconds
+        else:
+            bound_s = min(bound_s, best.seconds)
         return self._answer(best, bound_s, optimal=optimal)
 
     def _least_sum(self, limit_s: float) -> _Chosen | None:

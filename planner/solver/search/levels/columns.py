@@ -73,7 +73,10 @@ def search_columns(
 
     # Without precision not all numbers of columns are tried.
     tried_all = problem.precision == 0 and not problem.clock.passed
-    bound_s = max(bound_s, nearest.seconds) if tried_all else nearest.seconds
+    if tried_all:
+        bound_s = max(bound_s, nearest.seconds)
+    else:
+        bound_s = nearest.seconds
     return BoundedPlans(_ColumnPlans(problem, space).best(paths), bound_s)
 
 
@@ -172,7 +175,9 @@ class _ColumnPlans:
 
     def _seconds(self, path: CutPath) -> float:
         plan = self._laid_out(path)
-        return np.inf if plan is None else plan.seconds
+        if plan is None:
+            return np.inf
+        return plan.seconds
 
     def _laid_out(self, path: CutPath) -> Evaluation | None:
         """Return the path's plan in its best number of columns; None where it has none."""

@@ -86,7 +86,9 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
             break
         states = _sample(prices.space, most, best)
         path = _best_over(prices, states)
-        improved = best if path is None else better(best, path, prices.seconds)
+        improved = best
+        if path is not None:
+            improved = better(best, path, prices.seconds)
         if improved == best:
             break
         best = improved
@@ -101,7 +103,9 @@ def _best_over(prices: PathPrices, states: Integers) -> CutPath | None:
 
     some = prices.space.only(states)
     path = Relaxed(prices.problem, some).best(seconds, None).path
-    return None if path is None else path.over(states)
+    if path is None:
+        return None
+    return path.over(states)
 
 
 def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:

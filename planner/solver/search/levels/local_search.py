@@ -63,7 +63,9 @@ class LocalSearch:
             if stale == len(self._kinds) or self.over:
                 break
 
-        return best if np.isfinite(best.seconds) else None
+        if np.isfinite(best.seconds):
+            return best
+        return None
 
     def allow(self, more: int) -> None:
         """Let so many plans be priced from now on: what is left of an earlier allowance goes."""

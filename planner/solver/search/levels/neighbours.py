@@ -32,7 +32,9 @@ class Neighbours:
         """Yield plans with a stage split in two, on its replicas or, if a GPU is left, one more."""
         for stage, replicas in enumerate(path.replicas):
             cuts = self._cuts_inside(*path.states[stage : stage + 2])
-            most = replicas + 1 if path.gpus < self._gpus else replicas
+            most = replicas
+            if path.gpus < self._gpus:
+                most = replicas + 1
             for both in range(replicas, most + 1):
                 for first, cut in product(range(1, both), cuts):
                     yield _with(path, stage, stage + 1, (cut,), (first, both - first))

@@ -22,7 +22,9 @@ class PathPrices:
     def seconds(self, path: CutPath) -> float:
         """Return seconds per minibatch by the cost model; infinite where memory is lacking."""
         plan = priced_path(self.problem, self.space, path)
-        return plan.seconds if self.problem.allows(plan) else np.inf
+        if self.problem.allows(plan):
+            return plan.seconds
+        return np.inf
 
     def strain(self, path: CutPath) -> float:
         """Return the seconds and a thousandth for how uneven the stages are.

@@ -132,7 +132,9 @@ class Places:
 
 def phases_of(topology: Topology) -> int:
     """Return how many first ranks of a stage differ."""
-    return int(topology.groups[-2]) if len(topology) > 1 else 1
+    if len(topology) > 1:
+        return int(topology.groups[-2])
+    return 1
 
 
 def bounds_of(problem: Problem, places: Places, variants: Variants) -> StageBounds:
