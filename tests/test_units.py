@@ -10,6 +10,9 @@ from planner.errors import UnitError
 from planner.units import (
     format_bandwidth,
     format_bytes,
+    format_count,
+    format_days,
+    format_dollars,
     format_memory,
     format_seconds,
     format_times,
@@ -94,3 +97,26 @@ def test_zero_and_small_values_show() -> None:
         "less than 0.01x",
     ]
     assert format_seconds(123456) == "123456 s"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(15e12, "15T"), (999_600, "1M"), (250_000, "250k"), (1.234e9, "1.23B"), (12, "12")],
+)
+def test_large_numbers_have_a_letter(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("days", "text"), [(1234.4, "1,234"), (999.7, "1,000"), (12.34, "12.3"), (0.01234, "0.0123")]
+)
+def test_days_have_three_digits_at_least(days: float, text: str) -> None:
+    assert format_days(days) == text
+
+
+@pytest.mark.parametrize(
+    ("dollars", "text"),
+    [(1_234_567, "$1,230,000"), (999.7, "$1,000"), (12.34, "$12.3"), (49_250, "$49,200")],
+)
+def test_money_has_three_digits(dollars: float, text: str) -> None:
+    assert format_dollars(dollars) == text

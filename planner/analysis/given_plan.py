@@ -28,7 +28,7 @@ from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.by_hand import equal_counts, legal_ends
-from planner.solver.clock import Clock
+from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.problem import Problem
 from planner.solver.request import Request, options_of
@@ -191,15 +191,19 @@ def price(
     own: OwnPlan,
     *,
     accepts_loss: bool = False,
+    clock: Clock = NO_LIMIT,
 ) -> Plan:
-    """Return the plan of a configuration, priced and simulated: `planner.price` says how."""
+    """Return the plan of a configuration, priced and simulated: `planner.price` says how.
+
+    Once the clock has passed, it is priced by the cost model alone.
+    """
     options = SolveOptions(
         schedule=own.schedule,
         microbatches=own.microbatches,
         depth="published",
         chunks=own.chunks,
     )
-    request = Request(profile, cluster_for(profile, cluster), options, Clock())
+    request = Request(profile, cluster_for(profile, cluster), options, clock)
     _check_chunks(own, options.chunks_per_gpu)
     _check_group_sizes(own, cluster)
     _check_versions(own, request.setting.microbatches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.errors import PlanError
+from planner.exports import megatron as words
 from planner.formats.plan import Plan
 from planner.plan.rank_groups import sample_parts
 
@@ -208,27 +209,27 @@ def megatron_arguments(plan: Plan) -> str:
             f"number for all."
         )
     every = max(units) >= max(counts)
-    method = "uniform --recompute-num-layers 1"
+    method = f"{words.METHOD} uniform {words.RECOMPUTED_LAYERS} 1"
     if not every:
-        method = f"block --recompute-num-layers {max(units)}"
+        method = f"{words.METHOD} block {words.RECOMPUTED_LAYERS} {max(units)}"
     size = target.size or 0
     arguments = {
-        f"--num-layers {sum(counts)}": True,
-        f"--pipeline-model-parallel-size {target.pipeline}": True,
-        f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
+        f"{words.LAYERS} {sum(counts)}": True,
+        f"{words.PIPELINE} {target.pipeline}": True,
+        f"{words.TENSOR} {target.tensor}": target.tensor > 1,
         f"--num-experts {plan.experts}": plan.experts,
         f"--expert-model-parallel-size {plan.ranks_per_replica} "
         "--expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
-        f'--pipeline-model-parallel-layout "E{layout}L"': not even,
-        f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
-        f"--recompute-granularity full --recompute-method {method}": any(units),
+        f'{words.LAYOUT} "E{layout}L"': not even,
+        f"{words.LAYERS_PER_CHUNK} {counts[0]}": even and plan.chunks > 1,
+        f"{words.GRANULARITY} full {method}": any(units),
         # Megatron refuses to divide layers with experts otherwise.
-        "--sequence-parallel": (plan.cluster.sequence_parallel or plan.experts)
+        words.SEQUENCE_PARALLEL: (plan.cluster.sequence_parallel or plan.experts)
         and target.tensor > 1,
-        "--use-distributed-optimizer": target.sharded,
-        f"--micro-batch-size {size}": size,
-        f"--global-batch-size {size * target.microbatches * target.replicas}": size,
+        words.SHARDED: target.sharded,
+        f"{words.MICRO_BATCH} {size}": size,
+        f"{words.GLOBAL_BATCH} {size * target.microbatches * target.replicas}": size,
     }
     return "\n".join([comment(said), *(text for text, holds in arguments.items() if holds)]) + "\n"
 

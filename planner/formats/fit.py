@@ -56,6 +56,38 @@ class FitRow(Record):
         return self.plan.predicted.seconds_per_minibatch
 
 
+class TrainerRun(Record):
+    """A run in the words of another trainer: what it comes to, and a better one in these words."""
+
+    given: Plan  # priced as it is, whether or not it fits the memory
+    unknown: tuple[str, ...]  # its options that are not understood, and so not in the price
+    better: (
+        Plan | None
+    )  # None where none was found that is faster, or fits where the given does not
+    arguments: str | None  # of the better one
+    # per minibatch: no plan of the answer's microbatches is faster by the cost model
+    bound_s: PositiveFloat | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Times as fast that the better one is."""
+        if self.better is None:
+            return None
+        return _seconds(self.given) / _seconds(self.better)
+
+    @property
+    def most_speedup(self) -> float | None:
+        """Times as fast that any plan may be; None where that is not known."""
+        if self.bound_s is None:
+            return None
+        least_s = self.bound_s if self.better is None else min(self.bound_s, _seconds(self.better))
+        return max(1.0, _seconds(self.given) / least_s)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted.seconds_per_minibatch
+
+
 class Fit(Shown, Record):
     """The answer for the GPUs that were asked about, and for others, the largest first.
 
@@ -71,6 +103,7 @@ class Fit(Shown, Record):
     # what was not looked at because the time ended: "microbatches of 4, 8"
     not_tried: tuple[str, ...] = ()
     run: TrainingRun | None = None  # that is to be paid
+    trainer_run: TrainerRun | None = None  # that was asked about in its trainer's words
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written

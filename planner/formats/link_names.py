@@ -35,21 +35,31 @@ ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
 
 
 # Inside a server, by the GPU's name in estimates, where nothing else is known. T4, L4 and A10G of
-# clouds do not reach each other directly.
+# clouds do not reach each other directly. Nor do GeForce cards, as their driver has it: what they
+# send passes the host's memory, at 25.8 GB/s both ways together between RTX 4090 on 16 lanes of
+# PCIe 4 (tinygrad/open-gpu-kernel-modules, issue 6; 41.4 where they reach each other). The 3090 has
+# the same lanes, and the 5090 twice the rate per lane, of which nobody measured the share.
 _INSIDE: Mapping[str, tuple[str, ...]] = {
     "nvlink2": ("v100",),
     "nvlink3": ("a100", "a100-80gb"),
     "nvlink4": ("h100", "h200", "gh200"),
-    "nvlink5": ("b200",),
+    "nvlink5": ("b200", "gb200", "b300"),
     "pcie3": ("titan-x", "titan-x-pascal", "p100", "v100-pcie"),
-    "pcie5": ("rtx-5090", "mi300x"),
+    # One link of Infinity Fabric joins two MI300X: 48 of its 64 GB/s are achieved (AMD,
+    # "Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X", 2025), and PCIe 5
+    # is as fast. Collectives of eight, which use seven links at once, are priced too slow.
+    "12.9GB/s": ("rtx-3090", "rtx-4090"),
+    "25.8GB/s": ("rtx-5090",),
+    "pcie5": ("rtx-pro-6000", "mi300x", "mi325x", "mi355x"),
     "4GB/s": ("t4", "l4", "a10g"),
 }
 BETWEEN_SERVERS = "100Gbps"
 # Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and
-# P6 of AWS).
-_FAST_BETWEEN = "3200Gbps"
-_FAST = ("h100", "h200", "b200", "mi300x")
+# P6 of AWS; GB200 NVL72, eight of its GPUs), and with 800 for each (DGX B300).
+_FAST_BETWEEN: Mapping[str, tuple[str, ...]] = {
+    "3200Gbps": ("h100", "h200", "b200", "gb200", "mi300x", "mi325x", "mi355x"),
+    "6400Gbps": ("b300",),
+}
 
 
 def usual_link(device: str) -> str:
@@ -61,16 +71,15 @@ def usual_link(device: str) -> str:
 
 def usual_between(device: str) -> str:
     """Return the link that a server of such GPUs has to others."""
-    if device.lower() in _FAST:
-        return _FAST_BETWEEN
-    return BETWEEN_SERVERS
+    fast = (link for link, devices in _FAST_BETWEEN.items() if device.lower() in devices)
+    return next(fast, BETWEEN_SERVERS)
 
 
 # Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring
 # reaches 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a
 # tenth. 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the
 # data sheet (bigscience, chronicles of BLOOM).
-_NETWORK_GBPS = (25, 40, 50, 56, 100, 200, 400, 800, 1600, 3200)
+_NETWORK_GBPS = (25, 40, 50, 56, 100, 200, 400, 800, 1600, 3200, 6400)
 
 
 def rate_source(text: str) -> RateSource | None:

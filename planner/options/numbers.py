@@ -17,13 +17,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def four_bits(text: str) -> int:
-    """Parse the bits of a quantized weight, of which only 4 are known."""
-    if text != "4":
-        raise ArgumentTypeError(f"'{text}' bits are not estimated, only 4")
-    return 4
-
-
 def token_count(text: str) -> int:
     """Parse a number of tokens: "500k", "2M", "15T" or "65536"."""
     factor = _FACTORS.get(text[-1:], 1)

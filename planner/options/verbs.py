@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
-from planner.options.numbers import four_bits, microbatch_counts, names, token_count
+from planner.options.numbers import microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
 from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.options.training import TrainArguments
@@ -105,12 +105,19 @@ class FitOptions(SolveOptions):
         "N",
         least=1,
     )
-    bits: Literal[4] | None = option(
+    bits: int | None = option(
         None,
         "with `lora`: keep the frozen linear layers in 4 bits (QLoRA), to say what fits and how "
         "fast it would be; `plan train` does not run it",
         "4",
-        parse=four_bits,
+        advanced=True,
+    )
+    megatron: str | None = option(
+        None,
+        "price these options of Megatron-LM's command line, all in one pair of quotation marks, "
+        "say what limits them, and give better ones",
+        "OPTIONS",
+        advanced=True,
     )
     batch_size: int | None = option(
         None,
@@ -138,12 +145,14 @@ class FitOptions(SolveOptions):
         "on others",
         "N",
         parse=token_count,
+        advanced=True,
     )
     dollars_per_gpu_hour: float | None = option(
         None,
         "also say what that costs, where an hour of a GPU costs so many dollars",
         "DOLLARS",
         positive=True,
+        advanced=True,
     )
     dtype: str | None = option(
         None,

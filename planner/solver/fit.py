@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import ClusterError, InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.files import replace
@@ -20,11 +20,13 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.quantities import MOST_GPUS
 from planner.options.solving import SolveOptions
+from planner.plan.rank_groups import groups_of
 from planner.solver.clock import Clock
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes
 from planner.solver.solve import solve, solve_unexplained
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.units import counted
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,21 @@ class FitRequest:
         """Return the clusters to look at beside all GPUs, the nearest first: smaller ones where the
         model fits, else larger ones; both where the training is to be paid.
         """
-        tuning = self.tuning.fit
-        larger = [
-            self.cluster_of(self.gpus * 2**n)
-            for n in range(1, tuning.most_gpus_ratio.bit_length())
-            if self.gpus * 2**n <= MOST_GPUS
-        ]
         if not fits:
-            return larger
+            return self._larger()
         smaller = list(self.alone)
         if not smaller:
             halves = range(1, self.gpus.bit_length())
             smaller = [self.cluster_of(self.gpus // 2**n) for n in halves]
         if self.run is None:
             return smaller
-        return _by_turns(larger[: tuning.larger_counts], smaller)
+        return _by_turns(self._larger()[: self.tuning.fit.larger_counts], smaller)
+
+    def _larger(self) -> list[Cluster]:
+        """Return the clusters of twice as many GPUs and so on."""
+        powers = range(1, self.tuning.fit.most_gpus_ratio.bit_length())
+        counts = [self.gpus * 2**power for power in powers]
+        return [self.cluster_of(count) for count in counts if count <= MOST_GPUS]
 
     def with_clock(self, clock: Clock) -> "FitRequest":
         """Ask for all answers at another time."""
@@ -128,8 +130,31 @@ def _row_asked(request: FitRequest, profile: Profile, clock: Clock) -> FitRow:
 
 
 def _row_beside(request: FitRequest, profile: Profile, cluster: Cluster, clock: Clock) -> FitRow:
-    """Solve for another cluster, without explanations, which take searches."""
-    return _row(request.on(cluster, profile, clock), solve_unexplained)
+    """Solve for another cluster, without explanations, which take searches.
+
+    Of the numbers of ranks that the user named, those count that its GPUs make groups of.
+    """
+    asked = request.on(cluster, profile, clock)
+    named = asked.options.tensor
+    if not named:
+        return _row(asked, solve_unexplained)
+
+    possible = tuple(degree for degree in named if _makes_groups(asked.cluster, degree))
+    if not possible:
+        ranks = ", ".join(map(str, named))
+        few = counted(cluster.gpus, "GPU")
+        why_not = f"no groups of {ranks} ranks in {few}"
+        return FitRow(gpus=cluster.gpus, plan=None, why_not=why_not)
+    options = replace(asked.options, tensor=possible)
+    return _row(asked.with_options(options), solve_unexplained)
+
+
+def _makes_groups(cluster: Cluster, degree: int) -> bool:
+    try:
+        groups_of(cluster, degree)
+    except ClusterError:
+        return False
+    return True
 
 
 def _row(request: Request, find: Callable[[Request], Plan]) -> FitRow:
@@ -198,6 +223,11 @@ class _SizeSearch:
             elif size != self.sizes.shared:
                 return
 
+    @property
+    def _asks_for_ranks(self) -> bool:
+        """Whether the user named numbers of ranks that divide layers."""
+        return max(self.request.options.tensor, default=1) > 1
+
     def _profile(self, size: int, best: Plan | None) -> Profile:
         """Return the profile for a size, with layers that ranks may divide where that may gain
         anything.
@@ -207,8 +237,9 @@ class _SizeSearch:
         if not self._worth_dividing(size, profile, best):
             return profile
         # Where no usual way fits, undivided layers have few good plans, whatever the time.
-        if not self.clock.passed or not self.sizes.any_fits:
-            return profiles.divide(profile)
+        needed = self._asks_for_ranks or not self.sizes.any_fits
+        if needed or not self.clock.passed:
+            return profiles.divided_at(size)
         if profiles.ranks > 1:
             self.not_tried.append("tensor parallelism")
         return profile
@@ -234,6 +265,8 @@ class _SizeSearch:
         where a usual way is as good as perfect balance. Layers with experts are divided for
         microbatches that ranks share.
         """
+        if self._asks_for_ranks:
+            return True
         if self.sizes.shared is not None:
             return size == self.sizes.shared
         if best is not None and not best.divides_layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,63 @@ def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     assert [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] == [(4, 125e6)]
 
 
+TRANSFORMER = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(100, 64)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        for block in self.h:
+            x = block(x)
+        return self.head(x).transpose(1, 2)
+
+def build_model():
+    return Model()
+
+def example_batch(size):
+    return torch.randint(100, (size, 8)), torch.randint(100, (size, 8))
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+
+
+def test_a_string_of_megatrons_is_priced_and_bettered(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(TRANSFORMER)
+    string = (
+        "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 32 "
+        "--overlap-grad-reduce"
+    )
+    asked = ("fit", "model.py", "--gpus", "4", "--megatron", string)
+    fitted = plan(*asked, cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert fitted.stdout.startswith("as given    1-1-1-1, ")
+    assert "not priced  --overlap-grad-reduce: not understood" in fitted.stdout
+    assert "--global-batch-size 32\n" in fitted.stdout
+    answer = json.loads(plan(*asked, "--json", cwd=tmp_path).stdout)
+    assert answer["trainer_run"]["given"]["config"] == "1-1-1-1"
+    assert answer["trainer_run"]["better"]["predicted"]["seconds_per_minibatch"] > 0
+    assert (
+        answer["asked"]["plan"]["microbatch_size"] * answer["asked"]["plan"]["microbatches"] == 32
+    )
+
+
+def test_days_and_cost_are_part_of_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(TRANSFORMER)
+    price = ("--train-tokens", "2B", "--dollars-per-gpu-hour", "1.5")
+    fitted = plan("fit", "model.py", "--gpus", "2", "--minibatch", "8", *price, cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert "a training on 2B tokens: 2 GPUs, " in fitted.stdout
+    assert re.search(r"cheapest of these: \d GPUs?, [\d.]+ days, \$[\d.]+", fitted.stdout)
+
+
 def test_kinds_of_gpus_have_their_own_times_memory_and_links(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     links = "v100=nvlink2,10Gbps,t4=4GB/s,50Gbps"
@@ -173,6 +231,25 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ("model.py", "--gpus", "2", "--megatron", "--micro-batch-size 1"),
+            "the string has no --global-batch-size",
+        ),
+        (
+            (
+                *("model.py", "--gpus", "2", "--minibatch", "4"),
+                *("--megatron", "--micro-batch-size 1 --global-batch-size 4"),
+            ),
+            "--minibatch has no meaning with --megatron",
+        ),
+        (
+            (
+                *("model.py", "--gpus", "2"),
+                *("--megatron", "--micro-batch-size 1 --global-batch-size 4"),
+            ),
+            "Megatron divides transformers by layers, and",
+        ),
+        (("model.py", "--gpus", "2", "--train-tokens", "4Q"), "'4Q' is no number of tokens"),
         (("no-such-model", "--gpus", "2"), "there is no model 'no-such-model'"),
         (("absent.py", "--gpus", "2"), "absent.py"),
         (

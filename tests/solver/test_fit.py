@@ -27,6 +27,7 @@ from planner.solver.sizes.microbatches import Profiles
 from planner.solver.tuning.record import STANDARD
 from tests.plan.test_blocks import transformer
 from tests.samples import layer, profile
+from tests.solver.test_degrees import divided
 
 MB = 10**6
 OPTIONS = SolveOptions(schedule=FLUSH, minibatch=32)
@@ -348,3 +349,27 @@ def test_a_small_minibatch_is_that_of_every_row() -> None:
         1 + STANDARD.answer.indistinguishable_share
     )
     assert "data parallel on 4 GPUs" in plan_report(plan)
+
+
+def test_degrees_that_were_named_are_estimated_and_hold_where_gpus_make_groups() -> None:
+    """Also where data parallelism is as good as perfect balance, and others are not worth it."""
+
+    def roomy(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 400 * MB)
+
+    def in_two(profile: Profile) -> Profile:
+        return divided(profile, 2)
+
+    named = replace(OPTIONS, tensor=(1, 2))
+    answer, profile = fit(asked(4, roomy, named, divide=in_two, ranks=2))
+    assert profile.tensor is not None
+    assert [row.plan is not None for row in answer.rows] == [True, True, True]
+
+    only = replace(OPTIONS, tensor=(2,))
+    answer, _ = fit(asked(4, roomy, only, divide=in_two, ranks=2))
+    assert [None if row.plan is None else row.plan.config for row in answer.rows] == [
+        "2x2",
+        "1x2",
+        None,
+    ]
+    assert answer.others[-1].why_not == "no groups of 2 ranks in 1 GPU"

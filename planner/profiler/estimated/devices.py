@@ -7,10 +7,12 @@ help of the command line lists it, and shows at once.
 
 Peaks are dense (no sparsity), at boost clock. They are those of the makers' data sheets: P100
 (2016), V100 (2018), T4 (2019), A6000 (2020), A100, A10, A10G (for AWS) and A40 (2021), H100 (2022,
-SXM), L4, L40S, H200, GH200 (96 GB) and MI300X (2023), B200 (2024, one of HGX B200); and of NVIDIA's
-white papers on GA102 (2020), Ada (2022) and RTX Blackwell (2025), whose products in half precision
-are summed in single. The Titan X has 3072 cores x 2 x 1.089 GHz (Maxwell) or 3584 x 2 x 1.531 GHz
-(Pascal); the CPU is a core with two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
+SXM), L4, L40S, H200, GH200 (96 GB) and MI300X (2023), B200 (2024, one of HGX B200), MI325X (2024),
+GB200 (2024, one of GB200 NVL72), B300 (2025, one of HGX B300) and MI355X (2025); and of NVIDIA's
+white papers on GA102 (2020), Ada (2022), RTX Blackwell and RTX PRO Blackwell (2025), whose products
+in half precision are summed in single. The Titan X has 3072 cores x 2 x 1.089 GHz (Maxwell) or
+3584 x 2 x 1.531 GHz (Pascal); the CPU is a core with
+two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
 
 "Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class.
 Products, fused attention and pointwise kernels have those that were measured on an architecture

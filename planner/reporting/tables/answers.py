@@ -13,8 +13,11 @@ from planner.reporting.tables.cost import cost_cells, cost_lines
 from planner.reporting.tables.device import unmeasured_in_plan
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.trainer_run import trainer_run_report
 from planner.reporting.tables.utilisation import little_use_words
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
+from planner.solver.alternatives.simpler_ways import indistinct_share
+from planner.solver.tuning.record import STANDARD
 from planner.stages.replicas import update_words
 from planner.units import (
     SLACK,
@@ -165,6 +168,8 @@ def fit_report(answer: Fit) -> str:
         parts += [f"note: {note}" for note in plan.notes]
         if odd := little_use_words(plan, limits):
             parts.append(f"warning: {odd}")
+    if answer.trainer_run is not None:
+        parts.insert(0, trainer_run_report(answer.trainer_run))
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
     if cost := cost_lines(answer):
@@ -247,9 +252,14 @@ def _ways(plan: Plan) -> Table:
             "",
         ]
     ]
+    # of the plan's speed, which estimates do not tell from it
+    most_share = 1 / (1 - indistinct_share(plan, STANDARD))
     for way in plan.baselines:
         share = share_of_speed(plan, way)
         over = way.over_memory_bytes
+        ratio = words.speed_over(1 / share, over)
+        if not over and 1 + SLACK < share <= most_share:
+            ratio += ", not told apart"
         rows.append(
             [
                 way.name,
@@ -257,7 +267,7 @@ def _ways(plan: Plan) -> Table:
                 format_bytes(way.memory_bytes),
                 words.row_update(way, plan),
                 "" if over else format_rate(_per_s(plan) * share),
-                words.speed_over(1 / share, over),
+                ratio,
             ]
         )
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]

@@ -57,7 +57,9 @@ class Rules:
         recomputes = any(stage.options.recomputes for stage in stages)
         if recomputes and options.recompute == "never":
             return False
-        return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)
+        return problem.allowed_sharding.allows(stages[0].options.sharding) and problem.allows(
+            way.plan
+        )
 
 
 def with_baselines(plan: Plan, request: Request) -> Plan:
@@ -106,8 +108,18 @@ def _simpler_than(plan: Plan, simpler: Plan) -> Plan:
     """Return a simpler plan in place of one that is as fast, as far as estimates can tell."""
     gain = seconds_per_microbatch(simpler) / seconds_per_microbatch(plan) - 1
     return _in_place_of(plan, simpler).noting(
-        f"{short_config(plan.config)} is estimated to be {max(gain, 0.0):.1%} faster, "
-        f"which is less than such estimates tell plans apart by, and is less simple"
+        f"{_stages_words(plan)} is estimated to be {max(gain, 0.0):.1%} faster, which is less "
+        f"than such estimates tell plans apart by, and is less simple"
+    )
+
+
+def _stages_words(plan: Plan) -> str:
+    """Name a plan by its stages, and by what its replicas divide where it has one stage."""
+    (stage, *others) = plan.stages
+    if others or not stage.shards_optimizer:
+        return short_config(plan.config)
+    return (
+        f"{short_config(plan.config)} with {stage.sharding_words.removeprefix('data parallel, ')}"
     )
 
 

@@ -223,18 +223,27 @@ class Problem:
 
     @property
     def sharding(self) -> PossibleSharding:
-        """What replicas may divide."""
+        """What replicas may divide in the plans of searches."""
+        # Without a limit of memory, dividing the optimizer's state alone is as fast, except between
+        # groups that repeat each other on slower links.
+        return self._possible_sharding(fully=self.cluster.has_memory_limit)
+
+    @property
+    def allowed_sharding(self) -> PossibleSharding:
+        """What replicas may divide in any plan."""
+        return self._possible_sharding(fully=True)
+
+    def _possible_sharding(self, *, fully: bool) -> PossibleSharding:
+        """Return what replicas may divide, where they may divide weights `fully` or not at all."""
         profile = self.layer_costs.profile
         rule = self.rules.shard_optimizer
         possible = rule != "never" and profile.may_shard_optimizer
-        # Without a limit of memory, dividing the optimizer's state alone is as fast.
-        fully = self.cluster.has_memory_limit and not (
-            self.degree > 1 or profile.compiled or profile.memory_format
-        )
+        runs = not (self.degree > 1 or profile.compiled or profile.memory_format)
+        divides = fully and runs and why_whole(self.schedule, 2, [2], [1]) is None
         return PossibleSharding(
             always=rule == "always",
             optimizer=possible,
-            gradients=possible and fully and why_whole(self.schedule, 2, [2], [1]) is None,
+            gradients=possible and divides,
             groups=self.server_sizes,
         )
 

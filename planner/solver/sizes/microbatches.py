@@ -25,6 +25,7 @@ class Profiles:
         sizes: of microbatches that may be tried, ascending.
         ranks: at most, that divide layers.
         known: profiles that were estimated, by their sizes.
+        known_divided: those with the costs of layers that ranks divide.
     """
 
     estimate: Callable[[int], Profile]
@@ -32,6 +33,7 @@ class Profiles:
     sizes: Sequence[int]
     ranks: int = 1
     known: dict[int, Profile] = field(default_factory=dict)
+    known_divided: dict[int, Profile] = field(default_factory=dict)
 
     @property
     def smallest(self) -> Profile:
@@ -43,6 +45,12 @@ class Profiles:
         if size not in self.known:
             self.known[size] = self.estimate(size)
         return self.known[size]
+
+    def divided_at(self, size: int) -> Profile:
+        """Return the profile with the costs of layers that ranks divide."""
+        if size not in self.known_divided:
+            self.known_divided[size] = self.divide(self.at(size))
+        return self.known_divided[size]
 
 
 @dataclass(frozen=True)

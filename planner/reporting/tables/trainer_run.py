@@ -1,0 +1,61 @@
+"""What a run in another trainer's words comes to, and a better one in the same words."""
+
+from planner.analysis.given_plan import missing_memory
+from planner.analysis.limits import simulated_limits
+from planner.formats.fit import TrainerRun
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import config_words
+from planner.reporting.tables import plan as words
+from planner.reporting.tables.table import named_values
+from planner.units import format_times
+
+
+def trainer_run_report(run: TrainerRun) -> str:
+    """Say how fast the given run is and what limits it, then what is better, and what was left
+    out.
+    """
+    given = run.given
+    rows: list[tuple[str, str | None]] = [
+        ("as given", f"{config_words(given.config)}, {_speed(given)}"),
+        ("limited by", _limited_by(given)),
+        ("memory", missing_memory(given)),
+        ("better", _better(run)),
+        ("options", run.arguments),
+        ("not priced", _unknown(run)),
+    ]
+    return named_values(rows)
+
+
+def _speed(plan: Plan) -> str:
+    used = plan.predicted.flop_utilisation
+    share = "" if used is None else f", {used:.0%} of the GPUs' peak"
+    return words.speed(plan) + share
+
+
+def _limited_by(plan: Plan) -> str | None:
+    limits = simulated_limits(plan)
+    if limits is None:
+        return None
+    return f"{limits.place}, busy {limits.share:.0%} of the time; {limits.bubble:.0%} bubble"
+
+
+def _better(run: TrainerRun) -> str:
+    """Write "1.18x, at most 1.25x is possible: DP=8 TP=4, 5,000 tokens/s"."""
+    most = run.most_speedup
+    possible = "" if most is None else f"at most {format_times(most)} is possible"
+    if run.better is None:
+        return f"none was found; {possible}" if possible else "none was found"
+
+    speedup = format_times(run.speedup or 1.0)
+    if missing_memory(run.given):
+        speedup = "fits"
+        possible = ""
+    gain = f"{speedup}, {possible}" if possible else speedup
+    return f"{gain}: {config_words(run.better.config)}, {_speed(run.better)}"
+
+
+def _unknown(run: TrainerRun) -> str | None:
+    """Name the options that the price leaves out."""
+    if not run.unknown:
+        return None
+    return f"{', '.join(run.unknown)}: not understood, so this is the price of a run without them"
