@@ -32,6 +32,7 @@ from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
+    DriftOptions,
     ElasticOptions,
     RunOptions,
     TrainArguments,
@@ -499,6 +500,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     options = arguments.options or TrainingOptions()
     checkpoints = arguments.checkpoints or CheckpointOptions()
     run_options = arguments.run_options or RunOptions()
+    drift = arguments.drift or DriftOptions()
     _check_runnable(plan, arguments, options)
     check_loss(plan, options)
 
@@ -509,6 +511,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
             "options": options,
             "checkpoints": checkpoints,
             "run_options": run_options,
+            "drift": drift,
             "save_weights": None if weights is None else str(weights),
             "schedule_files": schedule_files(plan),
             "seed": seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),

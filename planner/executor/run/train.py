@@ -34,6 +34,7 @@ from planner.executor.run.agreement import check_schedule, joined, start_worker,
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
+from planner.executor.run.drift_watch import watch_of
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
 from planner.executor.run.worker import Observers
@@ -164,7 +165,13 @@ def train(
             context.rank, options.trace_minibatches, place.compute, peak.now_bytes
         )
     # Who is told of updates has them read from the device, so only where somebody is.
-    observers = Observers(context.heartbeat, None if reporter is None else on_update, recorder)
+    watch = watch_of(context)
+    observers = Observers(
+        context.heartbeat,
+        None if reporter is None else on_update,
+        recorder,
+        None if watch is None else watch.sampler,
+    )
     loop = Loop(context, groups, observers, ahead=True)
     if context.data.random:  # made at first use, random batches would count as training time
         context.heartbeat.enter("making random data")
@@ -186,6 +193,9 @@ def train(
         context.heartbeat.enter("waiting for the last worker", meeting=True)
         dist.barrier(control_group())
         seconds = time.perf_counter() - began_s
+    if watch is not None:
+        watch.finish()
+    drift = () if watch is None else tuple(watch.found)
     result = gather_result(context, loop, peak, kept, seconds)
     late: list[LateFailure] = []
     saved_weights: str | None = None
@@ -202,13 +212,20 @@ def train(
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
         events = () if copies is None else copies.events
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of, events)
+        timeline = gather_timeline(
+            recorder,
+            context.plan,
+            context.minibatches,
+            lengths_of,
+            events,
+            tuple(map(str, drift)),
+        )
         if timeline is not None and on_timeline is not None:
             with noting(late):
                 on_timeline(timeline)
     if result is None:
         return None
-    return replace(result, saved_weights=saved_weights, late_failures=tuple(late))
+    return replace(result, saved_weights=saved_weights, drift=drift, late_failures=tuple(late))
 
 
 def _trained_state(context: PipelineContext) -> TrainedState | None:
