@@ -495,6 +495,22 @@ def schedule_files(plan: Plan) -> tuple[str, ...]:
     return (str(file),)
 
 
+def _check_replan(options: DriftOptions) -> None:
+    """Raise InputError where a run could never move to another plan."""
+    if not options.replan:
+        return
+    if options.window == 0:
+        raise InputError(
+            "`replan` moves where the run parts from its plan, and `window=0` never looks",
+            hint="leave out one of the two",
+        )
+    if options.profile is None:
+        raise InputError(
+            "`replan` solves again, and there is no profile that the plan was solved from",
+            hint="give its `profile`",
+        )
+
+
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options = arguments.options or TrainingOptions()
@@ -502,6 +518,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     run_options = arguments.run_options or RunOptions()
     drift = arguments.drift or DriftOptions()
     _check_runnable(plan, arguments, options)
+    _check_replan(drift)
     check_loss(plan, options)
 
     weights = arguments.save_weights

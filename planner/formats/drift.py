@@ -3,6 +3,8 @@
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
+_FEW = 8  # stages whose layers are counted in a line
+
 
 class WorkerDrift(Record):
     """A worker whose computations take another time than the plan expects."""
@@ -31,7 +33,7 @@ class Drift(Record):
     seen: int  # minibatches that the run had begun when it was certain
     workers: tuple[WorkerDrift, ...] = ()
     routes: tuple[RouteDrift, ...] = ()
-    config: str  # of the plan that is run
+    config: str  # of the plan that is run, with its cuts
     planned_samples_per_s: float
     measured_samples_per_s: float
     expected_samples_per_s: float | None = None  # of the plan that is run, on what was measured
@@ -58,6 +60,30 @@ class Drift(Record):
             f"{self.better_config} would give {self.better_samples_per_s:.1f}, where this one gives "
             f"{self.expected_samples_per_s:.1f} (both simulated)"
         )
+
+
+class Move(Record):
+    """A change of the plan while a run goes on."""
+
+    minibatch: int  # minibatches done before
+    before: str  # plans, in words
+    after: str
+    seconds: float  # without training
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return (
+            f"after minibatch {self.minibatch:,} the run moved from {self.before} to {self.after}, "
+            f"and stood still for {self.seconds:.2f} s"
+        )
+
+
+def plan_words(plan: Plan) -> str:
+    """Return a plan's configuration with its cuts: plans of the same stages may differ in these."""
+    if len(plan.stages) > _FEW:
+        return plan.config
+    counts = "+".join(str(len(stage.layers)) for stage in plan.stages)
+    return f"{plan.config} ({counts} layers)"
 
 
 def _worker_words(worker: WorkerDrift) -> str:

@@ -144,6 +144,20 @@ class DriftOptions(Options):
         advanced=True,
     )
 
+    replan: bool = option(
+        False,
+        "move to a faster plan while training, where devices or links are not as planned; "
+        "asynchronous schedules drain the pipeline for it",
+    )
+    replan_gain: float = option(
+        2.0,
+        "with `replan`, move where what is left of the run becomes shorter by X times the seconds "
+        "that a move takes",
+        "X",
+        positive=True,
+        advanced=True,
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions(Options):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.formats.drift import Drift
+from planner.formats.drift import Drift, Move
 from planner.formats.files import Record
 from planner.formats.late import LateFailure
 from planner.formats.names import Backend, DeviceType
@@ -137,6 +137,7 @@ class TrainResult(Shown, Record):
     resumed_from: str | None = None  # checkpoint
     restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
     drift: tuple[Drift, ...] = ()  # where devices and links were not as planned, each time
+    moves: tuple[Move, ...] = ()  # to other plans; all else is of the last one, or of the whole run
     checkpoint: str | None = None  # the newest that this run wrote
     # seconds that worker 0 spent on checkpoints, waiting for the other workers included
     checkpoint_s: float = 0.0

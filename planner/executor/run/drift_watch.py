@@ -19,17 +19,17 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError, PlannerError, first_line
 from planner.executor.observe.recording import clock_offsets
 from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
-from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift
+from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
 from planner.formats.plan import Plan, save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
@@ -76,22 +76,29 @@ class Told(Record):
         )
 
 
+class DriftListener(Protocol):
+    """Who is told on worker 0, by the thread that watches."""
+
+    def consider(self, drift: Drift, better: Plan | None) -> None: ...
+    def look(self, end: int) -> None: ...
+
+
 class DriftWatch:
     """This worker's part; worker 0 judges. All workers make theirs together."""
 
     def __init__(
         self,
         context: "PipelineContext",
-        on_drift: Callable[[Drift, Plan | None], None] | None = None,
+        listener: DriftListener | None = None,
     ) -> None:
         self._plan = context.job.plan
         self._options = context.job.drift
         self._rank = context.rank
         self._minibatch_size = context.minibatch_size
-        self._on_drift = on_drift
+        self._listener = listener
         self.found: list[Drift] = []  # on worker 0
 
-        store = _connection()
+        store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
         self._offsets = clock_offsets()
         self.sampler = WindowSampler(
@@ -200,13 +207,15 @@ class DriftWatch:
         parting = self._judge.look(window)
         if parting is not None:
             self._tell_all(*self._answered(parting))
+        if self._listener is not None:
+            self._listener.look(first.end)
 
     def _tell_all(self, drift: Drift, better: Plan | None) -> None:
         self.found.append(drift)
         self._store.set(_FOUND, drift.model_dump_json())
         _log.warning("%s", drift)
-        if self._on_drift is not None:
-            self._on_drift(drift, better)
+        if self._listener is not None:
+            self._listener.consider(drift, better)
 
     def _answered(self, parting: Parting) -> tuple[Drift, Plan | None]:
         """Return what parted, and the plan that would be faster now."""
@@ -225,7 +234,7 @@ class DriftWatch:
                 RouteDrift(ranks=ranks, ratio=ratio)
                 for ranks, ratio in sorted(parting.routes.items())
             ),
-            config=self._plan.config,
+            config=plan_words(self._plan),
             planned_samples_per_s=self._minibatch_size / self._plan.predicted.seconds_per_minibatch,
             measured_samples_per_s=newest.samples_per_s,
         )
@@ -240,7 +249,7 @@ class DriftWatch:
         drift = replace(
             drift,
             expected_samples_per_s=expected,
-            better_config=answer.better.config,
+            better_config=plan_words(answer.better),
             better_samples_per_s=self._minibatch_size / better_s,
         )
         return drift, answer.better
@@ -283,7 +292,7 @@ class DriftWatch:
 
 
 def watch_of(
-    context: "PipelineContext", on_drift: Callable[[Drift, Plan | None], None] | None = None
+    context: "PipelineContext", listener: DriftListener | None = None
 ) -> DriftWatch | None:
     """Return the watch over a run; None where it is turned off, or the plan expects nothing. All
     workers call it.
@@ -292,10 +301,10 @@ def watch_of(
     expects = all(stage.forward_s > 0 for stage in job.plan.stages)
     if job.drift.window == 0 or job.baseline is not None or not expects:
         return None
-    return DriftWatch(context, on_drift)
+    return DriftWatch(context, listener)
 
 
-def _connection() -> Store:
+def connection() -> Store:
     """Return a connection of the watch's own, because others may wait in theirs."""
     if "MASTER_PORT" not in os.environ:  # a script has met the others by means of its own
         return worker_store(_CONNECT)

@@ -77,6 +77,7 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
         ("weights", deferred),
         *(("restarted", f"after {reason}") for reason in result.restarts),
         *(("not as planned", str(drift)) for drift in result.drift),
+        *(("moved", str(move)) for move in result.moves),
         ("resumed from", resumed),
         ("checkpoint", result.checkpoint),
         ("weights", result.saved_weights),
