@@ -6,19 +6,17 @@ the new plan from these files, which are those of a checkpoint. So a run that ch
 what one does that stops with a checkpoint and resumes.
 """
 
-import json
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import torch.distributed as dist
 
 from planner.executor.checkpoint.checkpointer import DataPosition, WorkerPart, index_of
-from planner.executor.checkpoint.folders import STEP, Checkpoint, SavedCheckpoint
+from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.host_memory import (
-    HostMemory,
     Transfer,
     allocate,
     exchange_files,
@@ -33,6 +31,7 @@ from planner.executor.checkpoint.stage_parts import (
 )
 from planner.executor.communication.control import control_group, share
 from planner.formats.files import replace
+from planner.formats.held_folder import held_folder
 from planner.formats.plan import Plan
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
@@ -43,8 +42,8 @@ from planner.workers.place import own_seat
 class Handover:
     """The state of a run in the memories of its hosts, on its way to another plan."""
 
-    memory: HostMemory
     saved: SavedCheckpoint  # of this worker's stages under the new plan
+    held: ExitStack  # removes the files of this host, where this worker made their folder
 
     @property
     def minibatch(self) -> int:
@@ -60,8 +59,7 @@ class Handover:
     def finish(self) -> None:
         """Remove the files; all workers call it when they have restored their stages."""
         dist.barrier(control_group())
-        if self.memory.leads:
-            self.memory.remove()
+        self.held.close()
 
 
 def hand_over(
@@ -77,12 +75,12 @@ def hand_over(
     """
     group = control_group()
     heartbeat.enter("setting its state aside", meeting=True)
-    token, servers = _agree(group)
-    memory = HostMemory(Path(job.elastic.copy_folder) / f"planner-move-{token}")
-    folder = memory.folder / f"{STEP}{minibatch:08}"
+    held = ExitStack()
+    servers = [int(text) for text in share(str(own_seat().server), group)]
+    folder = _folder(Path(job.elastic.copy_folder), servers, held, group)
 
     # 1. Write what this worker has.
-    written = _written(memory, folder, stages)
+    written = _written(folder, stages)
     reports = [
         WorkerPart.model_validate_json(text) for text in share(written.model_dump_json(), group)
     ]
@@ -90,43 +88,53 @@ def hand_over(
 
     # 2. Bring each host what its workers lack.
     index = index_of(job, data, minibatch, [part for each in reports for part in each.parts])
-    transfers = _transfers(index, reports, servers, after)
+    transfers = [] if problems else _transfers(index, reports, servers, after)
     problem = ""
     try:
-        allocate(folder, [] if problems else transfers)
+        if folder is not None:
+            allocate(folder, transfers)
     except OSError as cause:
         problem = f"worker {dist.get_rank()}: {cause.strerror or cause}"
     problems += filter(None, share(problem, group))
-    if problems:
-        if memory.leads:
-            memory.remove()
+    if problems or folder is None:
+        held.close()
         return max(problems)
     moves = partial(heartbeat.enter, "fetching the state from other hosts")
     exchange_files(folder, transfers, group, moves)
     dist.barrier(group)
 
     layers = _layers(after, [dist.get_rank()])
-    return Handover(memory, SavedCheckpoint(folder, replace(index, parts=index.parts_with(layers))))
+    parts = replace(index, parts=index.parts_with(layers))
+    return Handover(SavedCheckpoint(folder, parts), held)
 
 
-def _agree(group: dist.ProcessGroup) -> tuple[str, list[int]]:
-    """Return a name for this handover, and the servers of all workers."""
-    told = [json.loads(text) for text in share(json.dumps([uuid4().hex, own_seat().server]), group)]
-    return told[0][0], [server for _, server in told]
+def _folder(
+    place: Path, servers: Sequence[int], held: ExitStack, group: dist.ProcessGroup
+) -> Path | None:
+    """Return the folder of this host, which its first worker makes; None where it could not."""
+    rank = dist.get_rank()
+    leader = servers.index(servers[rank])
+    made = ""
+    if leader == rank:
+        with suppress(OSError):  # told by all workers of the host, which have no folder then
+            made = str(held.enter_context(held_folder("move", place)))
+    folder = share(made, group)[leader]
+    return Path(folder) if folder else None
 
 
-def _written(memory: HostMemory, folder: Path, stages: Sequence[Restorable]) -> WorkerPart:
+def _written(folder: Path | None, stages: Sequence[Restorable]) -> WorkerPart:
     # Before anything can fail, because ranks that divide a stage's weights gather them together.
     contents = [(own, content_of(own)) for own in stages]
     nothing = WorkerPart(losses="[]", evaluations=())
+    rank = dist.get_rank()
+    if folder is None:
+        return replace(nothing, problem=f"worker {rank}: no folder can be made for it")
     try:
-        memory.make()
-        folder.mkdir(parents=True, exist_ok=True)
         parts = tuple(
             write_part(folder, own, content) for own, content in contents if content is not None
         )
     except OSError as cause:
-        return replace(nothing, problem=f"worker {dist.get_rank()}: {cause.strerror or cause}")
+        return replace(nothing, problem=f"worker {rank}: {cause.strerror or cause}")
     return replace(nothing, parts=parts)
 
 

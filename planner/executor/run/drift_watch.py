@@ -12,16 +12,13 @@ import logging
 import math
 import os
 import queue
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
@@ -31,6 +28,7 @@ from planner.executor.observe.recording import clock_offsets
 from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
 from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
+from planner.formats.held_folder import held_folder
 from planner.formats.plan import Plan, save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
@@ -261,8 +259,7 @@ class DriftWatch:
         profile = self._options.profile
         if profile is None:
             raise PlannerError("the run was given no `profile`")
-        folder = Path(tempfile.mkdtemp(prefix="planner-drift-"))
-        try:
+        with held_folder("drift") as folder:
             save_plan(self._plan, folder / "plan.json")
             save_timeline(self._timeline(), folder / "run.json")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
@@ -276,8 +273,6 @@ class DriftWatch:
                 last = errors.decode(errors="replace").strip().rpartition("\n")[2]
                 raise PlannerError(last or "the search was ended")
             return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def _timeline(self) -> Timeline:
         """Return what was recorded of the newest windows as a run."""

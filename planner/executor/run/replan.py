@@ -41,19 +41,18 @@ class _Better(NamedTuple):
 class Replanner:
     """One worker's part in changing the plan of a run; it outlives the plans."""
 
-    def __init__(self, job: Job, rank: int, window: int, minibatches: int) -> None:
+    def __init__(self, job: Job, rank: int, minibatches: int, store: Store) -> None:
         self.moves: list[Move] = []
         self._plan = job.plan
         self._gain = job.drift.replan_gain
         self._rank = rank
-        self._window = window
+        self._window = job.drift.window
         self._minibatches = minibatches
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0
         self._better: _Better | None = None
         self._decided = False
-        store = connection()
-        self._store: Store = Part(f"replan/{nth_time(store, 'replan')}", store)
+        self._store = store
 
     @classmethod
     def of(cls, context: PipelineContext) -> "Replanner | None":
@@ -61,7 +60,9 @@ class Replanner:
         job = context.job
         if not job.drift.replan or job.baseline is not None:
             return None
-        return cls(job, context.rank, job.drift.window, context.minibatches)
+        store = connection()
+        own = Part(f"replan/{nth_time(store, 'replan')}", store)
+        return cls(job, context.rank, context.minibatches, own)
 
     def expect_cost(self, seconds: float) -> None:
         """Note how long a move would take: the first as long as the start of the run."""
