@@ -34,7 +34,7 @@ def held_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
         OSError: where no folder for temporary files takes one.
     """
     place = place or Path(tempfile.gettempdir())
-    _remove_abandoned(place)
+    remove_abandoned(place)
     folder, lock = _make(purpose, place)
     try:
         yield folder
@@ -73,8 +73,8 @@ def _make(purpose: str, place: Path) -> tuple[Path, int | None]:
             os.close(lock)
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Remove the folders of this user that no process holds."""
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user in a place that no process holds."""
     for folder in place.glob(f"{escape(_prefix())}*"):
         with suppress(OSError):  # another start removes it, or it cannot be locked
             status = folder.lstat()

@@ -27,6 +27,7 @@ from planner.simulator.measured_ratios import (
 from planner.simulator.simulate_plan import default_minibatches, simulate
 
 _MOST_UNITS = 4000  # of work that are simulated before a run: a fraction of a second
+_MOST_S = 5.0  # for plans of which two minibatches are more
 _Computation = tuple[int, int, str]  # rank, stage, kind
 _Route = tuple[str, int, int, tuple[int, int]]  # kind, sender, receiver, stages
 
@@ -90,11 +91,11 @@ class Expectation:
 
     @classmethod
     def of(cls, plan: Plan) -> "Expectation":
-        """Simulate some minibatches of a plan."""
+        """Simulate some minibatches of a plan; raise InputError where that takes too long."""
         units = plan.microbatches * len(plan.stages)
         few = max(2 * math.lcm(*plan.replicas), _MOST_UNITS // units)
         count = min(default_minibatches(plan), few)
-        events = list(simulate(plan, count).events.rows())
+        events = list(simulate(plan, count, time_limit_s=_MOST_S).events.rows())
 
         typical = median if plan.lengths is None else fmean
         seconds: defaultdict[_Computation, list[float]] = defaultdict(list)

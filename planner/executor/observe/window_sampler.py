@@ -3,8 +3,8 @@
     minibatch     0   1   2   3   4   5  ...  13  14  15  ...
     recorded                      x               x
 
-One block in ten is recorded: as many minibatches as replicas take turns by. The rest of a run pays
-one comparison per instruction.
+Recorded are blocks of as many minibatches as replicas take turns by: one in ten, or more often where
+a window has few. The rest of a run pays one comparison per instruction.
 """
 
 import time
@@ -21,8 +21,9 @@ from planner.schedule import instructions as do
 from planner.schedule.instructions import Instruction, Message
 
 WINDOW = 50  # minibatches
-_SPARSE = 10  # one block in so many is recorded
-_RECORDED = 4  # which of these: not the last, so that it ends before its window does
+_SPARSE = 10  # at most one block in so many is recorded
+_BLOCKS = 5  # that a window has, if it is long enough
+_MICROBATCHES = 32  # of a minibatch that are recorded: more say nothing new
 _KINDS: dict[type, EventKind] = {
     do.Forward: "forward",
     do.Backward: "backward",
@@ -66,7 +67,10 @@ class WindowSampler:
         self._rank = rank
         self._block = block
         self._hand_over = hand_over
-        round_ = block * _SPARSE
+        self._sparse = max(1, min(_SPARSE, window // (_BLOCKS * block)))
+        # Not the last, so that it ends before its window does.
+        self._recorded = (self._sparse - 1) // 2
+        round_ = block * self._sparse
         self.window = -(-window // round_) * round_
         self._clock = Clock(device)
         self._notes: deque[tuple[Instruction, Mark, Mark]] = deque()
@@ -83,7 +87,9 @@ class WindowSampler:
         minibatch = instruction.unit.minibatch  # type: ignore[union-attr]  # all of `_KINDS` have one
         if self._end is None or minibatch >= self._end:
             self._turn_to(minibatch)
-        return minibatch // self._block % _SPARSE == _RECORDED
+        if minibatch // self._block % self._sparse != self._recorded:
+            return False
+        return instruction.unit.microbatch < _MICROBATCHES  # type: ignore[union-attr]  # as above
 
     def record(self, instruction: Instruction, start: Mark, end: Mark) -> None:
         """Keep when an instruction began and ended."""

@@ -108,7 +108,7 @@ class DriftWatch:
         )
         self._judge: DriftJudge | None = None
         if self._rank == 0:
-            self._judge = DriftJudge(Expectation.of(self._plan), _LIMITS)
+            self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
         self._judged: deque[Window] = deque(maxlen=_LIMITS.windows)
         self._hosts: list[str] = []
@@ -117,6 +117,13 @@ class DriftWatch:
         self._solving: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
         self._thread.start()
+
+    def _made_judge(self) -> DriftJudge | None:
+        try:
+            return DriftJudge(Expectation.of(self._plan), _LIMITS)
+        except InputError as error:
+            _log.warning("the run is not compared with its plan: %s", error.message)
+            return None
 
     @property
     def newest(self) -> Drift | None:
@@ -144,8 +151,8 @@ class DriftWatch:
         try:
             while not self._ending.is_set():
                 self._tell_next()
-                if self._rank == 0:
-                    self._judge_all_told()
+                if self._judge is not None:
+                    self._judge_all_told(self._judge)
         except Exception as error:
             # Training does not depend on it. A store that is lost ends the run from elsewhere.
             if not self._ending.is_set():
@@ -163,19 +170,20 @@ class DriftWatch:
             return
         told = Told.of(notes)
         self._store.set(self._key(self._rank, notes.number), told.model_dump_json())
-        self._due.append(notes.number)
+        if self._judge is not None:
+            self._due.append(notes.number)
 
     def _key(self, rank: int, number: int) -> str:
         return f"{rank}/{number % _KEPT}"
 
-    def _judge_all_told(self) -> None:
+    def _judge_all_told(self, judge: DriftJudge) -> None:
         while self._due and not self._ending.is_set():
             told = self._all_told(self._due[0])
             if told is None:
                 return
             self._due.popleft()
             if told:
-                self._look(told)
+                self._look(judge, told)
 
     def _all_told(self, number: int) -> list[Told] | None:
         """Return what all workers told of a window: nothing where some are past it; None where some
@@ -190,8 +198,7 @@ class DriftWatch:
             return None
         return told if all(each.number == number for each in told) else []
 
-    def _look(self, told: Sequence[Told]) -> None:
-        assert self._judge is not None
+    def _look(self, judge: DriftJudge, told: Sequence[Told]) -> None:
         first = told[0]
         events = [
             event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
@@ -202,7 +209,7 @@ class DriftWatch:
         window = Window(first.first, first.end, events, size / first.seconds)
         self._judged.append(window)
         self._hosts = [each.host for each in told]
-        parting = self._judge.look(window)
+        parting = judge.look(window)
         if parting is not None:
             self._tell_all(*self._answered(parting))
         if self._listener is not None:

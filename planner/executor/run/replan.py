@@ -10,7 +10,9 @@ whether the plan ends there: the first to ask, or worker 0, settles it for all.
 
 import logging
 import math
+import os
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
@@ -18,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # exported by
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.drift_watch import connection
 from planner.formats.drift import Drift, Move, plan_words
+from planner.formats.held_folder import remove_abandoned
 from planner.formats.plan import Plan
 from planner.plan.rank_groups import sample_parts
 from planner.units import format_seconds
@@ -60,6 +63,9 @@ class Replanner:
         job = context.job
         if not job.drift.replan or job.baseline is not None:
             return None
+        # Of a run that was killed while it moved.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            remove_abandoned(Path(job.elastic.copy_folder))
         store = connection()
         own = Part(f"replan/{nth_time(store, 'replan')}", store)
         return cls(job, context.rank, context.minibatches, own)

@@ -156,6 +156,7 @@ def train(
     (part,) = parts
     context = part.context
     drift = part.drift
+    moves = () if replanner is None else tuple(replanner.moves)
     context.heartbeat.enter("waiting for the last worker", meeting=True)
     dist.barrier(control_group())
     seconds = time.perf_counter() - trains_s
@@ -181,14 +182,13 @@ def train(
             context.minibatches,
             lengths_of,
             events,
-            tuple(map(str, drift)),
+            tuple(map(str, (*drift, *moves))),
         )
         if timeline is not None and on_timeline is not None:
             with noting(late):
                 on_timeline(timeline)
     if result is None:
         return None
-    moves = () if replanner is None else tuple(replanner.moves)
     return replace(
         result,
         saved_weights=saved_weights,

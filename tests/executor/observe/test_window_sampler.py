@@ -45,5 +45,26 @@ def test_every_replica_has_its_turn() -> None:
     shape = PipelineShape(((0, 1), (2,)), (Channel(0, 1),), ONE_F_ONE_B)
     for rank in range(3):
         windows = notes_of(shape, rank, 122, block=2)
-        assert [window.end for window in windows] == [60, 120]
-        assert all(window.events for window in windows)
+        assert [window.end for window in windows] == [50, 100]
+        recorded = {event.minibatch for event in windows[0].events}
+        whole = {n for n in range(50) if n // 2 % 5 == 2}
+        assert recorded == {n for n in whole if rank == 2 or n % 2 == rank}
+
+
+def test_a_short_window_is_recorded_more_densely() -> None:
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), FLUSH, microbatches=2)
+    found: list[WindowNotes] = []
+    sampler = WindowSampler(0, torch.device("cpu"), 1, found.append, window=10)
+    for number, instruction in enumerate(stream(shape, 0, 0, 21)):
+        if sampler.records(instruction):
+            sampler.record(instruction, at(number), at(number + 0.5))
+    assert [{event.minibatch for event in window.events} for window in found] == [
+        {0, 2, 4, 6, 8},
+        {10, 12, 14, 16, 18},
+    ]
+
+
+def test_of_very_many_microbatches_the_first_are_recorded() -> None:
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), FLUSH, microbatches=100)
+    (window,) = notes_of(shape, 0, 51, block=1)
+    assert {event.microbatch for event in window.events} == set(range(32))

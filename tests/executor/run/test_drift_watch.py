@@ -4,16 +4,24 @@ give.
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+import planner
+from planner.formats.drift import Drift
 from planner.formats.profile import save_profile
 from planner.formats.timeline import load_timeline
 from planner.options.training import DriftOptions, RunOptions
 from planner.workers.job import Job
-from tests.executor.processes import run_jobs
+from tests.executor.processes import run_jobs, run_workers
 from tests.executor.sleeping import (
+    BATCH_SIZE,
+    WIDTH,
     sleeping_plan,
     sleeping_profile,
     slow_down,
@@ -73,3 +81,36 @@ def test_without_a_window_nothing_is_watched(tmp_path: Path) -> None:
     unwatched = job.model_copy(update={"drift": DriftOptions(window=0)})
     (result,) = run_jobs([unwatched], tmp_path)
     assert not result.drift
+
+
+def run_loop(arguments: Sequence[str]) -> None:
+    """Train in a loop of one's own, and write what was found, once something was."""
+    job_path, answer = arguments
+    job = Job.model_validate_json(Path(job_path).read_text("utf-8"))
+    assert job.steps is not None
+    drawn = torch.Generator().manual_seed(0)
+    shape = (BATCH_SIZE * job.plan.microbatches, 1, WIDTH)
+    with planner.pipeline(job.plan, job.model, drift=job.drift) as pipeline:
+        assert pipeline.drift() is None
+        for _ in range(job.steps):
+            sample = torch.randn(shape, generator=drawn)
+            pipeline.step(((sample,), sample))
+        deadline = time.monotonic() + 60
+        while (found := pipeline.drift()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+    text = "" if found is None else found.model_dump_json()
+    Path(f"{answer}-{os.environ['RANK']}").write_text(text, encoding="utf-8")
+
+
+def test_all_workers_of_a_loop_of_ones_own_are_told(tmp_path: Path) -> None:
+    job = job_of(tmp_path, 6, *CASES[0])
+    slow_down(tmp_path, [(1, 0, 10**9, 2.5)])
+    path = tmp_path / "job.json"
+    path.write_text(job.model_dump_json(), encoding="utf-8")
+
+    run_workers(run_loop, [str(path), str(tmp_path / "found")], tmp_path / "workers.log", 2)
+
+    first, second = ((tmp_path / f"found-{rank}").read_text("utf-8") for rank in range(2))
+    assert first == second
+    drift = Drift.model_validate_json(first)
+    assert 1 in [worker.rank for worker in drift.workers]

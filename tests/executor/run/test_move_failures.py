@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.errors import WorkerError
+from planner.errors import PlannerError
 from planner.formats.plan import Plan, save_plan
 from planner.options.training import DriftOptions, RunOptions
 from planner.workers.job import TrainResult
@@ -37,6 +37,9 @@ def settle(self, end):
         self._settle(load_plan(HERE / "next.json"), end)
 
 replan.Replanner.look = settle
+if "RANK" in os.environ:
+    with (HERE / f"pids-{os.environ['RANK']}").open("a") as file:
+        file.write(f"{os.getpid()} ")
 
 def before(owner, name):
     original = getattr(owner, name)
@@ -87,7 +90,7 @@ def in_memory() -> set[str]:
 )
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_run(tmp_path: Path, point: str) -> None:
-    with pytest.raises(WorkerError, match="killed|SIGKILL"):
+    with pytest.raises(PlannerError, match=r"worker 1 .* was killed by SIGKILL"):
         run(tmp_path, point)
 
 
@@ -97,6 +100,9 @@ def test_processes_stay_and_nothing_is_left_in_memory(tmp_path: Path) -> None:
     result = run(tmp_path, "")
     assert [move.after for move in result.moves] == ["1-1 (3+2 layers)"]
     assert in_memory() <= before
+    pids = [(tmp_path / f"pids-{rank}").read_text("utf-8").split() for rank in range(2)]
+    assert [len(each) for each in pids] == [2, 2]  # the model file was read for each plan
+    assert [len(set(each)) for each in pids] == [1, 1]
 
 
 @pytest.mark.slow
