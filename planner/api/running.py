@@ -496,8 +496,11 @@ def schedule_files(plan: Plan) -> tuple[str, ...]:
 
 
 def _check_replan(options: DriftOptions) -> None:
-    """Raise InputError where a run could never move to another plan."""
-    if not options.replan:
+    """Raise InputError where a run could never move to another plan.
+
+    Only worker 0 needs the profile, which other hosts may not have.
+    """
+    if not options.replan or os.environ.get("RANK", "0") != "0":
         return
     if options.window == 0:
         raise InputError(

@@ -186,8 +186,8 @@ def _with_profile(options: DriftOptions, path: Path, plan: planner.Plan) -> Drif
     """
     from planner.formats.files import replace
 
-    if options.window == 0:
-        return options
+    if options.window == 0 or os.environ.get("RANK", "0") != "0":
+        return options  # only worker 0 reads it
     if options.profile is not None:
         if planner.load_profile(options.profile).digest != plan.profile_digest:
             raise PlanError(

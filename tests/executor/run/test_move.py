@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import planner
 from planner.executor.communication.control import join_group
+from planner.executor.run import drift_watch
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.replan import Replanner
 from planner.executor.run.train import train
@@ -26,12 +28,14 @@ from tests.executor.processes import run_jobs, run_workers
 from tests.executor.sleeping import sleeping_profile, write_sleeping
 
 WINDOW = 10
-STEPS = 65
+STEPS = 165
 
 
 def run_moving(arguments: Sequence[str]) -> None:
     """Train a job that moves, after its first window, to the plan in a file; then maybe back."""
-    job_path, *plans = arguments
+    job_path, hosts, *plans = arguments
+    if hosts == "apart":  # as torchrun numbers hosts of one worker each
+        os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0"}
     job = Job.model_validate_json(Path(job_path).read_text("utf-8"))
     left = [load_plan(path) for path in plans]
 
@@ -40,6 +44,7 @@ def run_moving(arguments: Sequence[str]) -> None:
             self._settle(left[len(self.moves)], end)
 
     Replanner.look = settle  # type: ignore[method-assign]
+    drift_watch._LOOKS_EVERY_S = 0.05  # windows are short here
     join_group()
     context = pipeline_context(job, load_model_file(job.model), CPU)
     result = train(context)
@@ -48,15 +53,17 @@ def run_moving(arguments: Sequence[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def moving(job: Job, plans: Sequence[Plan], folder: Path) -> TrainResult:
-    """Run a job in worker processes that move to one plan after the other."""
+def moving(job: Job, plans: Sequence[Plan], folder: Path, hosts: str) -> TrainResult:
+    """Run a job in worker processes that move to one plan after the other; each may be on a host of
+    its own.
+    """
     paths = []
     for number, each in enumerate(plans):
         paths.append(str(folder / f"next-{number}.json"))
         save_plan(each, paths[-1])
     path = folder / "job.json"
     path.write_text(job.model_dump_json(), encoding="utf-8")
-    run_workers(run_moving, [str(path), *paths], folder / "workers.log", job.plan.workers)
+    run_workers(run_moving, [str(path), hosts, *paths], folder / "workers.log", job.plan.workers)
     return TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8"))
 
 
@@ -95,9 +102,11 @@ def cut(profile: Profile, stages: Sequence[int], schedule: str, microbatches: in
     return planner.price(profile, cluster, stages, schedule=schedule, microbatches=microbatches)
 
 
-def check_same(job: Job, plans: Sequence[Plan], folder: Path) -> TrainResult:
+def check_same(
+    job: Job, plans: Sequence[Plan], folder: Path, hosts: str = "together"
+) -> TrainResult:
     """Check that the moving run has the losses and weights of the stopping ones; return it."""
-    result = moving(job, plans[1:], folder)
+    result = moving(job, plans[1:], folder, hosts)
     weights = torch.load(folder / "weights.pt")
     ends = [*(move.minibatch for move in result.moves), STEPS]
     assert len(ends) == len(plans)
@@ -132,19 +141,29 @@ def test_data_parallel_and_back(tmp_path: Path, profile: Profile, shards: bool) 
     check_same(job_of(tmp_path, pipeline), plans, tmp_path)
 
 
+def test_the_state_goes_from_host_to_host(tmp_path: Path, profile: Profile) -> None:
+    before = cut(profile, (2, 2), "1f1b-flush", 2)
+    plans = [
+        before,
+        make_plan(profile, (2,), "1f1b-flush", 2),
+        cut(profile, (1, 3), "1f1b-flush", 2),
+    ]
+    check_same(job_of(tmp_path, before), plans, tmp_path, hosts="apart")
+
+
 def test_checkpoints_and_evaluations_go_on(tmp_path: Path, profile: Profile) -> None:
     path = tmp_path / "sleeping.py"
     path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
     before = cut(profile, (2, 2), "1f1b-flush", 2)
     after = cut(profile, (1, 3), "1f1b-flush", 2)
-    kept = CheckpointOptions(every=25, folder=str(tmp_path / "kept"), keep=10)
-    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=15))
+    kept = CheckpointOptions(every=50, folder=str(tmp_path / "kept"), keep=10)
+    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=60))
 
     result = check_same(job, [before, after], tmp_path)
 
-    assert [each.minibatch for each in result.evaluations] == [15, 30, 45, 60, 65]
+    assert [each.minibatch for each in result.evaluations] == [60, 120, 165]
     steps = sorted(each.name for each in (tmp_path / "kept").glob("step-*"))
-    assert steps == ["step-00000025", "step-00000050", "step-00000065"]
+    assert steps == [f"step-{number:08}" for number in (50, 100, 150, 165)]
 
 
 EVALUATION = """

@@ -26,7 +26,7 @@ import signal
 from pathlib import Path
 
 from planner.executor.checkpoint import handover
-from planner.executor.run import move, replan
+from planner.executor.run import drift_watch, move, replan
 from planner.formats.plan import load_plan
 
 HERE = Path(__file__).parent
@@ -37,6 +37,7 @@ def settle(self, end):
         self._settle(load_plan(HERE / "next.json"), end)
 
 replan.Replanner.look = settle
+drift_watch._LOOKS_EVERY_S = 0.05
 if "RANK" in os.environ:
     with (HERE / f"pids-{os.environ['RANK']}").open("a") as file:
         file.write(f"{os.getpid()} ")
@@ -63,7 +64,7 @@ elif POINT:
 """
 
 
-def run(folder: Path, point: str, steps: int = 60) -> TrainResult:
+def run(folder: Path, point: str, steps: int = 160) -> TrainResult:
     path = write_sleeping(folder)
     profile = sleeping_profile(path)
     planner.save_profile(profile, folder / "profile.json")
@@ -109,7 +110,7 @@ def test_processes_stay_and_nothing_is_left_in_memory(tmp_path: Path) -> None:
 def test_without_room_the_plan_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = run(tmp_path, "full")
     assert not result.moves
-    assert [loss.minibatch for loss in result.losses] == list(range(60))
+    assert [loss.minibatch for loss in result.losses] == list(range(160))
     told = capfd.readouterr().err
     assert "the run keeps its plan, because its state cannot be moved" in told
     assert "No space left on device" in told
