@@ -1,10 +1,10 @@
-"""What it costs a worker to watch whether its run keeps to the plan: processor seconds per minibatch.
+"""What it costs a worker to watch whether its run keeps to the plan, in processor time.
 
     python -m benchmarks.drift_cost
 
 The worker of a middle stage under 1f1b-flush goes through its instructions without doing them, once
-with the sampler and once without. What the thread beside it does to tell worker 0 is measured apart,
-and so is what worker 0's thread does to compare a window of so many workers.
+with the sampler and once without. Measured apart are the thread beside it, which tells worker 0, and
+worker 0's thread, which compares a window of so many workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _mark() -> HostEvent:
 
 
 def run(given: Sequence[Instruction], sampler: WindowSampler | None) -> float:
-    """Return processor seconds per minibatch of going through the instructions, as a worker does."""
+    """Return processor seconds per minibatch of going through the instructions."""
     began_s = time.thread_time()
     for instruction in given:
         sampled = sampler is not None and sampler.records(instruction)

@@ -57,8 +57,8 @@ class Drift(Record):
         if self.better_config is None or self.better_samples_per_s is None:
             return "no other plan would be faster"
         return (
-            f"{self.better_config} would give {self.better_samples_per_s:.1f}, where this one gives "
-            f"{self.expected_samples_per_s:.1f} (both simulated)"
+            f"{self.better_config} would give {self.better_samples_per_s:.1f}, where this one "
+            f"gives {self.expected_samples_per_s:.1f} (both simulated)"
         )
 
 
@@ -95,7 +95,10 @@ def _worker_words(worker: WorkerDrift) -> str:
 
 def _route_words(route: RouteDrift) -> str:
     one, other = route.ranks
-    return f"messages between workers {one} and {other} take {route.ratio:.2f} times as long as planned"
+    return (
+        f"messages between workers {one} and {other} take {route.ratio:.2f} times as long as "
+        f"planned"
+    )
 
 
 class Corrected(Record):

@@ -48,8 +48,8 @@ class DriftLimits:
     # some microseconds take twice as long whenever a host is busy.
     cost_share: float = 0.05
 
-    # Share of a minibatch's time that the plan expects of a route's messages, at least. Smaller ones
-    # take as long as their receiver needs to wake up, which is no rate of a link.
+    # Share of a minibatch's time that the plan expects of a route's messages, at least. Smaller
+    # ones take as long as their receiver needs to wake up, which is no rate of a link.
     planned_share: float = 0.005
 
     # Windows in a row for which it must last.

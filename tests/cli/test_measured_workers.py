@@ -1,4 +1,4 @@
-"""`plan solve --run` after runs of two real workers: it finds the slow device, and the slow link."""
+"""`plan solve --run` after runs of two real workers: it finds the slow device and the slow link."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, number):
         drawn = torch.Generator().manual_seed(number)
-        return torch.randn(LENGTH, WIDTH, generator=drawn), torch.randn(LENGTH, WIDTH, generator=drawn)
+        sample = torch.randn(LENGTH, WIDTH, generator=drawn)
+        return sample, torch.randn(LENGTH, WIDTH, generator=drawn)
 
 def dataset():
     return Samples()

@@ -3,8 +3,8 @@
     minibatch     0   1   2   3   4   5  ...  13  14  15  ...
     recorded                      x               x
 
-Recorded are blocks of as many minibatches as replicas take turns by: one in ten, or more often where
-a window has few. The rest of a run pays one comparison per instruction.
+Recorded are blocks of as many minibatches as replicas take turns by: one in ten, or more often
+where a window has few. The rest of a run pays one comparison per instruction.
 """
 
 import time

@@ -3,8 +3,8 @@
     python -m tests.campaigns.drift.decisions
 
 Plans for four and eight devices are drawn by seed, and what happens to them. Windows of the run are
-simulated on the true devices and links, with noise in each computation. The product's judge looks at
-them, its correction and its solver answer, and the run moves where they say so. What is had is
+simulated on the true devices and links, with noise in each computation. The product's judge looks
+at them, its correction and its solver answer, and the run moves where they say so. What is had is
 compared with the best plan for the true devices and links, which nobody in the run knows.
 """
 
@@ -171,10 +171,11 @@ def main() -> None:
         worth = found.possible >= 0.05
         if worth:
             shares.append(found.share)
+        share = found.share if found.possible > _SAME else 0.0
         print(  # noqa: T201  (a program)
             f"{seed:4} {case.what:8} {case.plan.schedule!s:11} {case.plan.config:16} "
             f"possible {found.possible:6.1%}  {'moved' if found.moved else 'stayed':6} "
-            f"after {found.windows} windows  had {found.share if found.possible > _SAME else 0.0:6.1%}"
+            f"after {found.windows} windows  had {share:6.1%}"
         )
     print(  # noqa: T201
         f"mean share of {len(shares)} gains of 5% or more: {fmean(shares):.1%}"
