@@ -3,8 +3,8 @@
     python -m benchmarks.drift_cost
 
 The worker of a middle stage under 1f1b-flush goes through its instructions without doing them, once
-with the sampler and once without. Measured apart are the thread beside it, which tells worker 0, and
-worker 0's thread, which compares a window of so many workers.
+with the sampler and once without. Measured apart are the thread beside it, which tells worker 0,
+and worker 0's thread, which compares a window of so many workers.
 """
 
 from __future__ import annotations

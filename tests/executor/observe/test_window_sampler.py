@@ -68,3 +68,28 @@ def test_of_very_many_microbatches_the_first_are_recorded() -> None:
     shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), FLUSH, microbatches=100)
     (window,) = notes_of(shape, 0, 51, block=1)
     assert {event.microbatch for event in window.events} == set(range(32))
+
+
+class _Pending(HostEvent):
+    """A mark that the device has not passed yet."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_what_a_device_has_not_done_yet_comes_with_the_next_window() -> None:
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), FLUSH, microbatches=2)
+    found: list[WindowNotes] = []
+    sampler = WindowSampler(0, torch.device("cpu"), 1, found.append)
+    late = _Pending()
+    for number, instruction in enumerate(stream(shape, 0, 0, 101)):
+        if not sampler.records(instruction):
+            continue
+        is_late = instruction.unit.minibatch == 44  # type: ignore[union-attr]
+        sampler.record(instruction, at(number), late if is_late else at(number + 0.5))
+        if found:
+            late.__class__ = HostEvent  # passed now
+
+    first, second = ({event.minibatch for event in window.events} for window in found)
+    assert first == {4, 14, 24, 34}
+    assert second == {44, 54, 64, 74, 84, 94}
