@@ -69,12 +69,16 @@ class Move(Record):
     before: str  # plans, in words
     after: str
     seconds: float  # without training
+    drained: bool = False  # minibatches were in flight, as under asynchronous schedules
 
     def __str__(self) -> str:
         """Say it in one line."""
+        drained = ""
+        if self.drained:
+            drained = "drained its pipeline, "
         return (
-            f"after minibatch {self.minibatch:,} the run moved from {self.before} to {self.after}, "
-            f"and stood still for {self.seconds:.2f} s"
+            f"after minibatch {self.minibatch:,} the run {drained}moved from {self.before} to "
+            f"{self.after}, and stood still for {self.seconds:.2f} s"
         )
 
 

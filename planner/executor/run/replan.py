@@ -145,6 +145,7 @@ class Replanner:
             before=plan_words(self._plan),
             after=plan_words(plan),
             seconds=seconds,
+            drained=self._plan.schedule.asynchronous,
         )
         self.moves.append(move)
         self._plan = plan

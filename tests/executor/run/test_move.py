@@ -131,6 +131,7 @@ def test_another_cut(tmp_path: Path, profile: Profile, schedule: str) -> None:
     assert result.config == "1-1"
     assert result.moves[0].before == plan_words(before)
     assert result.moves[0].after == plan_words(after)
+    assert ("drained its pipeline" in str(result.moves[0])) == (schedule in ("1f1b", "2bw"))
 
 
 @pytest.mark.parametrize("shards", [False, True])
