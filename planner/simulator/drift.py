@@ -8,7 +8,7 @@ windows in a row counts, and only what costs a share of a minibatch's time.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -105,9 +105,9 @@ class Expectation:
         for message, message_s in transfers(events, waited=False):
             messages[_route(message)].append(message_s)
 
-        busy_s: Counter[int] = Counter()
+        busy_s: defaultdict[int, float] = defaultdict(float)
         for (rank, _, _), each in seconds.items():
-            busy_s[rank] += sum(each) / count  # type: ignore[assignment]  # seconds
+            busy_s[rank] += sum(each) / count
         return cls(
             minibatch_s=plan.predicted.seconds_per_minibatch,
             computations_s={key: typical(each) for key, each in seconds.items()},
@@ -189,11 +189,11 @@ class DriftJudge:
 
     def _planned_s(self, pair: tuple[int, int]) -> float:
         """Return the planned seconds of a pair's messages per minibatch, of the busier way."""
-        ways: Counter[int] = Counter()
+        ways: defaultdict[int, float] = defaultdict(float)
         for route, seconds in self.expected.messages_s.items():
             _, sender, receiver, _ = route
             if {sender, receiver} == set(pair):
-                ways[sender] += seconds * self.expected.per_minibatch[route]  # type: ignore[assignment]
+                ways[sender] += seconds * self.expected.per_minibatch[route]
         return max(ways.values(), default=0.0)
 
     def _see(self, subject: _Subject, ratio: float, planned_s: float, first: int) -> None:

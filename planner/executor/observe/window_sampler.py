@@ -84,12 +84,13 @@ class WindowSampler:
         """
         if type(instruction) not in _KINDS:
             return False
-        minibatch = instruction.unit.minibatch  # type: ignore[union-attr]  # all of `_KINDS` have one
+        # All of `_KINDS` have a unit.
+        minibatch = instruction.unit.minibatch  # type: ignore[union-attr]
         if self._end is None or minibatch >= self._end:
             self._turn_to(minibatch)
         if minibatch // self._block % self._sparse != self._recorded:
             return False
-        return instruction.unit.microbatch < _MICROBATCHES  # type: ignore[union-attr]  # as above
+        return instruction.unit.microbatch < _MICROBATCHES  # type: ignore[union-attr]
 
     def record(self, instruction: Instruction, start: Mark, end: Mark) -> None:
         """Keep when an instruction began and ended."""
@@ -130,7 +131,7 @@ class WindowSampler:
         return events
 
     def _event(self, instruction: Instruction, start: Mark, end: Mark) -> Event:
-        unit = instruction.unit  # type: ignore[union-attr]  # as above
+        unit = instruction.unit  # type: ignore[union-attr]
         peer: tuple[int | None, int | None] = (None, None)
         if isinstance(instruction, Message):
             peer = instruction.peer_rank, instruction.peer_stage

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports it by a star import.
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.drift_watch import connection
