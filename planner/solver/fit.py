@@ -64,21 +64,24 @@ class FitRequest:
         """Return the clusters to look at beside all GPUs, the nearest first: smaller ones where the
         model fits, else larger ones; both where the training is to be paid.
         """
-        tuning = self.tuning.fit
-        larger = [
-            self.cluster_of(self.gpus * 2**n)
-            for n in range(1, tuning.most_gpus_ratio.bit_length())
-            if self.gpus * 2**n <= MOST_GPUS
-        ]
         if not fits:
-            return larger
-        smaller = list(self.alone)
-        if not smaller:
-            halves = range(1, self.gpus.bit_length())
-            smaller = [self.cluster_of(self.gpus // 2**n) for n in halves]
+            return self._larger(self.tuning.fit.most_gpus_ratio.bit_length() - 1)
         if self.run is None:
-            return smaller
-        return _by_turns(larger[: tuning.larger_counts], smaller)
+            return self._smaller()
+        return _by_turns(self._larger(self.tuning.fit.larger_counts), self._smaller())
+
+    def _larger(self, count: int) -> list[Cluster]:
+        """Return so many clusters of twice as many GPUs again and again, as far as can be solved
+        for.
+        """
+        counts = [self.gpus * 2**n for n in range(1, count + 1)]
+        return [self.cluster_of(gpus) for gpus in counts if gpus <= MOST_GPUS]
+
+    def _smaller(self) -> list[Cluster]:
+        """Return each kind alone, or clusters of half as many GPUs again and again."""
+        if self.alone:
+            return list(self.alone)
+        return [self.cluster_of(self.gpus // 2**n) for n in range(1, self.gpus.bit_length())]
 
     def with_clock(self, clock: Clock) -> "FitRequest":
         """Ask for all answers at another time."""
