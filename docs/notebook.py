@@ -12,6 +12,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -101,14 +102,25 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """Work in a folder, from which what cells write to files can be imported."""
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        os.chdir(before)
+
+
 def main() -> None:
     """Execute all notebooks and write them and their pictures."""
     for path in sorted(EXAMPLES.glob("*.ipynb")):
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            sys.path.insert(0, folder)  # what cells write to files, later ones import
+        with tempfile.TemporaryDirectory() as folder, _inside(folder):
             notebook["cells"] = executed(notebook["cells"], {"__name__": "__main__"})
-            sys.path.remove(folder)
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(path.relative_to(ROOT))
         for number, svg in pictures(notebook["cells"]):

@@ -17,7 +17,8 @@ In a page, what stands between one of these lines and the line `<!-- end -->` is
     <!-- recording: solve-vgg -->                      a session of docs/recordings
     <!-- recording: one-to-sixty-four 2 -->            its second command, with the answer
 
-A comment behind a field, in the code, is the field's description here.
+A comment behind a field, in the code, is the field's description here. README.md becomes
+`package-page.md`, which the package index shows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from docs.notebook import SVG, picture_name
+from docs.package_page import PAGE, package_page
 
 DOCS = Path(__file__).parent
 SCRIPTS = DOCS / "scripts"
@@ -84,7 +86,8 @@ def stale_pages() -> Iterator[tuple[Path, str]]:
     """Yield each page that is not current, with the text that it should have."""
     for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
-        if (new := written(page)) != page:
+        new = package_page() if path == PAGE else written(page)
+        if new != page:
             yield path, new
 
 

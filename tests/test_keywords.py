@@ -75,11 +75,11 @@ def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
             for each, _ in options_in(record)
             if each.default is MISSING and each.default_factory is MISSING
         }
-        for each, _ in options_in(record):
-            if choices_of(each.type):
+        for each, option in options_in(record):
+            if choices_of(each.type) and option.parse is None:
                 with pytest.raises(InputError, match=f"unknown `{each.name}=never so`") as error:
                     record(**needed | {each.name: "never so"})
-                assert all(choice in error.value.hint for choice in choices_of(each.type))
+                assert all(str(choice) in error.value.hint for choice in choices_of(each.type))
                 refused.add(each.name)
     assert refused >= {"compress", "recompute", "solver", "granularity", "memory_format"}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.package_page import description
 from planner.version import __version__
-from setup import description
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
@@ -24,8 +24,9 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with both, built from a copy without the version control's files."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
+    (tree / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/package-page.md", "MANIFEST.in", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
     shutil.copytree(
         ROOT / "planner", tree / "planner", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -64,8 +65,7 @@ def test_the_source_distribution_builds_the_same_package(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
         "pyproject.toml",
-        "setup.py",
-        "README.md",
+        "docs/package-page.md",
         "LICENSE",
         "planner/py.typed",
         "planner/reporting/page/html/page.js",

@@ -6,11 +6,11 @@ an uneven run.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 
 from planner.errors import InputError
 from planner.formats.files import Record
-from planner.formats.timeline import Event, Timeline
+from planner.formats.timeline import Timeline
+from planner.simulator.measured_ratios import computations
 from planner.simulator.summary import Summary, summarize
 
 
@@ -86,26 +86,3 @@ def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:
         )
         for stage in range(len(timeline.ranks))
     ]
-
-
-def computations(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the computations as a worker notes them: with the recomputation before, or the
-    all-gather after them.
-    """
-    events = list(events)
-    gathered_s = {}
-    for event in events:
-        if event.kind == "all_gather":
-            gathered_s[event.rank, event.stage, event.minibatch] = event.end_s
-
-    began_s: dict[tuple[int, ...], float] = {}
-    for event in events:
-        unit = event.rank, event.stage, event.minibatch, event.microbatch
-        if event.kind == "recompute":
-            began_s[unit] = event.start_s
-        elif event.kind in ("backward", "backward_input") and unit in began_s:
-            yield event._replace(start_s=began_s.pop(unit))
-        elif event.kind == "update":
-            yield event._replace(end_s=gathered_s.get(unit[:3], event.end_s))
-        elif event.lane == "compute":
-            yield event

@@ -5,14 +5,14 @@
 
 What is planned is the simulation of the minibatches that the run recorded. Both are medians over
 single computations and messages, because a pause of the host is no property of a device or a link.
+A level has several routes, one between any two workers that exchange messages, and the rate of the
+middle one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from planner.analysis.compare_runs import check_same_run, computations
+from planner.analysis.compare_runs import check_same_run
 from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.cost.network.topology import Topology
 from planner.errors import InputError
@@ -21,12 +21,17 @@ from planner.formats.files import Record, replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.timeline import Event, Timeline
+from planner.simulator.measured_ratios import (
+    Transfer,
+    of_units,
+    route_ratios,
+    transfers,
+    weighted_median,
+)
 from planner.simulator.simulate_plan import simulate_recorded
 from planner.solver.clock import Clock
 from planner.solver.tuning.answers import MeasuredTuning
 from planner.solver.tuning.record import STANDARD
-
-_MESSAGES = {"receive_activation": "send_activation", "receive_gradient": "send_gradient"}
 
 
 class WorkerSpeed(Record):
@@ -87,9 +92,11 @@ def on_cluster(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
 
 
 def _speeds(planned: Timeline, run: Timeline, fewest: int) -> tuple[WorkerSpeed, ...]:
-    expected = {_key(event): event.end_s - event.start_s for event in _computing(planned)}
+    expected = {
+        _key(event): event.end_s - event.start_s for event in of_units(planned.events.rows())
+    }
     ratios: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for event in _computing(run):
+    for event in of_units(run.events.rows()):
         planned_s = expected.get(_key(event), 0.0)
         measured_s = event.end_s - event.start_s
         if planned_s > 0 and measured_s > 0:
@@ -103,32 +110,13 @@ def _speeds(planned: Timeline, run: Timeline, fewest: int) -> tuple[WorkerSpeed,
                 hint=f"record at least {fewest} minibatches with `trace` and `trace_minibatches`",
             )
     return tuple(
-        WorkerSpeed(rank=rank, speed=round(_weighted_median(ratios[rank]), 3))
+        WorkerSpeed(rank=rank, speed=round(weighted_median(ratios[rank]), 3))
         for rank in run.workers
     )
 
 
-def _computing(timeline: Timeline) -> Iterator[Event]:
-    """Yield forwards and backwards; an update also waits for other stages' gradients."""
-    for event in computations(timeline.events.rows()):
-        if event.kind != "update":
-            yield event
-
-
 def _key(event: Event) -> tuple[int, str, int, int, int]:
     return event.rank, event.kind, event.stage, event.minibatch, event.microbatch
-
-
-def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """Return the value at half of the weight; of (value, weight)."""
-    ordered = sorted(values)
-    half = sum(weight for _, weight in ordered) / 2
-    passed = 0.0
-    for value, weight in ordered:
-        passed += weight
-        if passed >= half:
-            return value
-    raise AssertionError("there are no values")
 
 
 def _corrected_kinds(
@@ -170,35 +158,26 @@ def _alike(one: DeviceKind, other: DeviceKind, same: float) -> bool:
 # Rates of links
 
 
-class _Message(NamedTuple):
-    """What tells a message from all others of a run."""
-
-    kind: str  # of its receipt
-    sender: int
-    receiver: int
-    stages: tuple[int, int]
-    minibatch: int
-    microbatch: int
-
-
 def _rates(
     cluster: Cluster, planned: Timeline, run: Timeline, fewest: int
 ) -> tuple[LevelRate, ...]:
     topology = Topology(cluster)
-    expected_s = dict(_transfers(planned, waited=False))
-    ratios: defaultdict[int, list[float]] = defaultdict(list)
-    for message, measured_s in _transfers(run, waited=True):
+    expected_s = dict(transfers(planned.events.rows(), waited=False))
+    found: defaultdict[int, list[Transfer]] = defaultdict(list)
+    for message, measured_s in transfers(run.events.rows(), waited=True):
         number = int(topology.level(message.sender, message.receiver))
         planned_s = expected_s.get(message, 0.0)
         # A message of hardly more than its latency tells nothing of the rate.
         if planned_s > 2 * topology.link(number).latency_s:
-            ratios[number].append(planned_s / measured_s)
+            found[number].append(Transfer(message, planned_s, measured_s))
 
     rates = []
     for number, level in enumerate(cluster.joined):
         measured = None
-        if len(ratios[number]) >= fewest:
-            measured = level.bandwidth_bytes_per_s * median(ratios[number])
+        if len(found[number]) >= fewest:
+            routes = route_ratios(found[number]).values()
+            ratio = weighted_median((route.ratio, route.messages) for route in routes)
+            measured = level.bandwidth_bytes_per_s * ratio
         rates.append(
             LevelRate(
                 level=number,
@@ -207,40 +186,6 @@ def _rates(
             )
         )
     return tuple(rates)
-
-
-def _transfers(timeline: Timeline, *, waited: bool) -> Iterator[tuple[_Message, float]]:
-    """Yield messages between workers, and the seconds from the sending to the arrival.
-
-    Args:
-        waited: leave out those that may have arrived before their receiver looked for them.
-    """
-    events = list(timeline.events.rows())
-    sent_s = {
-        _message(event): event.start_s for event in events if event.kind in _MESSAGES.values()
-    }
-    for event in events:
-        if event.kind not in _MESSAGES:
-            continue
-        message = _message(event)
-        if message not in sent_s or message.sender == message.receiver:
-            continue
-        seconds = event.end_s - sent_s[message]
-        waited_s = event.end_s - event.start_s
-        if seconds > 0 and (not waited or waited_s >= seconds / 2):
-            yield message, seconds
-
-
-def _message(event: Event) -> _Message:
-    assert event.peer_rank is not None
-    assert event.peer_stage is not None
-    if event.kind in _MESSAGES:
-        ends = event.peer_rank, event.rank, (event.peer_stage, event.stage)
-        kind = _MESSAGES[event.kind]
-    else:
-        ends = event.rank, event.peer_rank, (event.stage, event.peer_stage)
-        kind = event.kind
-    return _Message(kind, *ends, event.minibatch, event.microbatch)
 
 
 def _corrected_levels(

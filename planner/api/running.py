@@ -34,6 +34,7 @@ from planner.options.option import keywords_of, refuse
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
+    DriftOptions,
     ElasticOptions,
     RunOptions,
     TrainArguments,
@@ -540,12 +541,33 @@ def schedule_files(plan: Plan) -> tuple[str, ...]:
     return (str(file),)
 
 
+def _check_replan(options: DriftOptions) -> None:
+    """Raise InputError where a run could never move to another plan.
+
+    Only worker 0 needs the profile, which other hosts may not have.
+    """
+    if not options.replan or os.environ.get("RANK", "0") != "0":
+        return
+    if options.window == 0:
+        raise InputError(
+            "`replan` moves where the run parts from its plan, and `window=0` never looks",
+            hint="leave out one of the two",
+        )
+    if options.profile is None:
+        raise InputError(
+            "`replan` solves again, and there is no profile that the plan was solved from",
+            hint="give its `profile`",
+        )
+
+
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options = arguments.options or TrainingOptions()
     checkpoints = arguments.checkpoints or CheckpointOptions()
     run_options = arguments.run_options or RunOptions()
+    drift = arguments.drift or DriftOptions()
     _check_runnable(plan, arguments, options)
+    _check_replan(drift)
     check_loss(plan, options)
 
     weights = arguments.save_weights
@@ -555,6 +577,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
             "options": options,
             "checkpoints": checkpoints,
             "run_options": run_options,
+            "drift": drift,
             "save_weights": None if weights is None else str(weights),
             "schedule_files": schedule_files(plan),
             "seed": seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),

@@ -22,6 +22,7 @@ from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import (
     CheckpointOptions,
+    DriftOptions,
     ElasticOptions,
     RunOptions,
     TrainArguments,
@@ -69,7 +70,7 @@ _VERBS = (
     SolveOptions,
 )
 _RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions)
-_KEEPING = (CheckpointOptions, ElasticOptions, RunOptions)
+_KEEPING = (CheckpointOptions, DriftOptions, ElasticOptions, RunOptions)
 _RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
 _OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 import planner
 from planner.cli import arguments, output, solve_first
 from planner.cli.results import print_result, results_left_to_workers
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.options.option import refuse
 from planner.options.training import (
     CheckpointOptions,
+    DriftOptions,
     ElasticOptions,
     RunOptions,
     TrainArguments,
@@ -109,6 +110,7 @@ def add_train(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
     arguments.add_options(parser.add_argument_group("losing hosts"), ElasticOptions)
     arguments.add_options(parser.add_argument_group("watching the run"), RunOptions)
+    arguments.add_options(parser.add_argument_group("keeping to the plan"), DriftOptions)
 
 
 def add_export(verbs: arguments.Verbs) -> None:
@@ -138,6 +140,7 @@ def train(args: argparse.Namespace) -> int:
     left = ""
     if elastic:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
+        refuse(args, "elastic", "replan", why=", which changes the plan when hosts are lost")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
     continued = None
@@ -149,6 +152,7 @@ def train(args: argparse.Namespace) -> int:
         options=arguments.read_options(TrainingOptions, args),
         checkpoints=continued or checkpoints,
         run_options=arguments.read_options(RunOptions, args),
+        drift=_with_profile(arguments.read_options(DriftOptions, args), args.plan, plan),
         show_progress=sys.stderr.isatty(),
     )
     job = replace(make_job(args.model, plan, asked), elastic=losing, left=left)
@@ -172,6 +176,33 @@ def train(args: argparse.Namespace) -> int:
         raise
     output.print_answer(result, args.json)
     return output.print_late(result.late_failures)
+
+
+def _with_profile(options: DriftOptions, path: Path, plan: planner.Plan) -> DriftOptions:
+    """Return the options with the profile beside the plan, if the plan was solved from it and no
+    other one is given.
+
+    Raise PlanError for a given profile that is not the plan's.
+    """
+    from planner.formats.files import replace
+
+    if options.window == 0 or os.environ.get("RANK", "0") != "0":
+        return options  # only worker 0 reads it
+    if options.profile is not None:
+        if planner.load_profile(options.profile).digest != plan.profile_digest:
+            raise PlanError(
+                f"the plan '{path}' was solved from another profile than "
+                f"`profile={options.profile}`",
+                hint="give the plan's own, or leave `profile` out",
+            )
+        return options
+    beside = path.parent / arguments.PROFILE.name
+    try:
+        if planner.load_profile(beside).digest == plan.profile_digest:
+            return replace(options, profile=str(beside.absolute()))
+    except planner.PlannerError:  # what is there is no profile, and nobody asked for it
+        return options
+    return options
 
 
 def _plan(args: argparse.Namespace, *, alone: bool) -> planner.Plan:

@@ -23,14 +23,19 @@ _PREFIX = "plan-held-"
 
 
 @contextmanager
-def held_folder(purpose: str) -> Iterator[Path]:
+def held_folder(purpose: str, place: Path | None = None) -> Iterator[Path]:
     """Make a folder of its own for the block, and remove it in the end.
+
+    Args:
+        purpose: part of its name.
+        place: the folder that it is made in; None for that of temporary files.
 
     Raises:
         OSError: where no folder for temporary files takes one.
     """
-    _remove_abandoned()
-    folder, lock = _make(purpose)
+    place = place or Path(tempfile.gettempdir())
+    remove_abandoned(place)
+    folder, lock = _make(purpose, place)
     try:
         yield folder
     finally:
@@ -47,12 +52,12 @@ def _prefix() -> str:
     return f"{_PREFIX}{socket.gethostname()}-"
 
 
-def _make(purpose: str) -> tuple[Path, int | None]:
+def _make(purpose: str, place: Path) -> tuple[Path, int | None]:
     """Return a new folder and the descriptor that locks it; None where there are no locks, and so
     nobody removes it.
     """
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-", dir=place))
         try:
             lock = _locked(folder)
         except _NoLocksError:
@@ -68,9 +73,9 @@ def _make(purpose: str) -> tuple[Path, int | None]:
             os.close(lock)
 
 
-def _remove_abandoned() -> None:
-    """Remove the folders of this user that no process holds."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{escape(_prefix())}*"):
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders of this user in a place that no process holds."""
+    for folder in place.glob(f"{escape(_prefix())}*"):
         with suppress(OSError):  # another start removes it, or it cannot be locked
             status = folder.lstat()
             if status.st_uid != os.geteuid() or folder.is_symlink():

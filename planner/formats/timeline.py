@@ -150,6 +150,8 @@ class Timeline(Shown, Record):
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
     # of the workers, before what was recorded: why, and how the run went on
     restarts: tuple[str, ...] = ()
+    # of a whole run: where its devices and links were not as planned, in sentences
+    drift: tuple[str, ...] = ()
 
     def plot(self, window: tuple[float, float] | None = None, axes: Any = None) -> Any:
         """Draw what workers and links do over time.

@@ -111,8 +111,8 @@ class Options:
             _check_bounds(each.name, value, option)
 
 
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """Return the texts that a type allows, one of which may be left out: those of a Literal."""
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """Return the values that a type allows, where these are a Literal's; None may be one more."""
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
     return get_args(kind) if get_origin(kind) is Literal else ()
@@ -122,9 +122,10 @@ def _check_choice(name: str, value: Any, kind: Any) -> None:
     choices = choices_of(kind)
     if not choices or value is None or value in choices:
         return
+    known = [str(choice) for choice in choices]
     raise InputError(
         f"unknown `{name}={value}`",
-        hint=f"{did_you_mean(str(value), choices)}`{name}` is one of {', '.join(choices)}",
+        hint=f"{did_you_mean(str(value), known)}`{name}` is one of {', '.join(known)}",
     )
 
 

@@ -124,6 +124,42 @@ class RunOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftOptions(Options):
+    """How to see whether devices and links are what the plan was solved for, while training."""
+
+    window: int = option(
+        50,
+        "compare computations and messages with the plan after every N minibatches, and say where "
+        "they differ for two windows in a row; 0: never",
+        "N",
+        flag="--drift-window",
+        least=0,
+        advanced=True,
+    )
+    profile: str | None = option(
+        None,
+        "profile that the plan was solved from, to say what another plan would give",
+        "FILE",
+        told="profile.json beside the plan, if that is the one",
+        advanced=True,
+    )
+
+    replan: bool = option(
+        False,
+        "move to a faster plan while training, where devices or links are not as planned; "
+        "asynchronous schedules drain the pipeline for it",
+    )
+    replan_gain: float = option(
+        2.0,
+        "with `replan`, move where what is left of the run becomes shorter by X times the seconds "
+        "that a move takes",
+        "X",
+        positive=True,
+        advanced=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ElasticOptions(Options):
     """How a run goes on without hosts that are lost; the same command, with `elastic`, is started
     on every host.
@@ -226,3 +262,4 @@ class TrainArguments(Options):
     )
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
     run_options: RunOptions | None = option(None, "how to watch the run", flag=None)
+    drift: DriftOptions | None = option(None, "how to compare the run with its plan", flag=None)

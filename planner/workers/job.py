@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from planner.formats.drift import Drift, Move
 from planner.formats.files import Record
 from planner.formats.late import LateFailure
 from planner.formats.names import Backend, DeviceType
@@ -14,6 +15,7 @@ from planner.formats.shown import Shown
 from planner.options.training import (
     BaselineName,
     CheckpointOptions,
+    DriftOptions,
     ElasticOptions,
     RunOptions,
     TrainingOptions,
@@ -47,6 +49,7 @@ class Job(Record):
     backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs
     options: TrainingOptions = TrainingOptions()
     run_options: RunOptions = RunOptions()
+    drift: DriftOptions = DriftOptions()
     elastic: ElasticOptions = ElasticOptions()
     # how many GPUs the plan is for, and what speed they leave, where hosts may be lost
     left: str = ""
@@ -133,6 +136,8 @@ class TrainResult(Shown, Record):
     saved_weights: str | None = None
     resumed_from: str | None = None  # checkpoint
     restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
+    drift: tuple[Drift, ...] = ()  # where devices and links were not as planned, each time
+    moves: tuple[Move, ...] = ()  # to other plans; all else is of the last one, or of the whole run
     checkpoint: str | None = None  # the newest that this run wrote
     # seconds that worker 0 spent on checkpoints, waiting for the other workers included
     checkpoint_s: float = 0.0

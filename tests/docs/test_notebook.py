@@ -59,6 +59,7 @@ def test_every_cell_of_code_was_executed_and_the_page_shows_its_outputs() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_notebook_runs_and_plans_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

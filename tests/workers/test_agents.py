@@ -25,7 +25,6 @@ from planner.workers.rendezvous import HOSTS, NO_SHARED_STORE, Agent, OneHost
 from planner.workers.secret import SECRET_VARIABLE, new_secret
 from planner.workers.store_server import is_free, open_store
 
-
 ELSEWHERE = RendezvousStoreInfo("elsewhere", 1)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Literal
 
-from planner.analysis.compare_runs import MeanStageTimes, computations
+from planner.analysis.compare_runs import MeanStageTimes
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.timeline import Event, Timeline
+from planner.simulator.measured_ratios import computations
 from planner.simulator.simulate_plan import costs_of
 from planner.simulator.simulation import Simulation
 

@@ -113,6 +113,11 @@ class Keeper:
             self.past = self._log.begin(first, again=again, known=known)
         return self.past
 
+    def go_on_with(self, job: Job, stages: list[Restorable]) -> None:
+        """Keep the state of the same run under another plan from now on."""
+        self._job = job
+        self._stages = stages
+
     def _report(
         self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]
     ) -> WorkerPart:

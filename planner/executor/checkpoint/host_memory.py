@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -219,6 +219,22 @@ def note_fault(job: Job, message: str) -> None:
     start = -1 if last is None else last.number
     if noted is None or noted.start != start:
         memory.note(Fault(message=message, at_s=time.time(), start=start))
+
+
+def missing_files(
+    wanted: Mapping[int, Mapping[str, int]], having: Callable[[str, int], Sequence[int]]
+) -> Iterator[Transfer]:
+    """Yield what hosts lack, from those that have it, which take turns.
+
+    Args:
+        wanted: the bytes of files by name, by the worker that receives for its host.
+        having: returns the workers that send for hosts which have a file of so many bytes.
+    """
+    for turn, (receiver, files) in enumerate(sorted(wanted.items())):
+        for name, size_bytes in files.items():
+            senders = having(name, size_bytes)
+            if receiver not in senders:
+                yield Transfer(name, size_bytes, senders[turn % len(senders)], receiver)
 
 
 def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:

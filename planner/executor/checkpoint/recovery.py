@@ -33,6 +33,7 @@ from planner.executor.checkpoint.host_memory import (
     allocate,
     exchange_files,
     files_of,
+    missing_files,
 )
 from planner.executor.checkpoint.known_copies import (
     CopyName,
@@ -229,11 +230,11 @@ def _missing(
     losses = {
         LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)
     }
-    for turn, (receiver, layers) in enumerate(sorted(wanted.items())):  # senders take turns
-        files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
-        for name, size_bytes in (files | losses).items():
-            if receiver not in (having := _having(hosts, copy, name, size_bytes)):
-                yield Transfer(name, size_bytes, having[turn % len(having)], receiver)
+    files = {}
+    for receiver, layers in wanted.items():
+        own = files_of(index.parts_with(layers)).values()
+        files[receiver] = {file.name: file.size_bytes for file in own} | losses
+    yield from missing_files(files, partial(_having, hosts, copy))
 
 
 def _history(

@@ -49,10 +49,6 @@ class TraceRecorder:
         self._notes: deque[tuple[int, Instruction, Mark, Mark, int | None]] = deque()
         self._newest = 0
 
-    def mark(self) -> Mark:
-        """Mark the beginning or the end of an instruction."""
-        return self._clock.now()
-
     def record(self, instruction: Instruction, start: Mark, end: Mark) -> None:
         """Keep when an instruction began and ended."""
         minibatch = self._minibatch(instruction)
@@ -111,11 +107,12 @@ def gather_timeline(
     minibatches: int,
     lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
     restarts: Sequence[str] = (),
+    drift: Sequence[str] = (),
 ) -> Timeline | None:
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same
     point.
     """
-    offsets = _clock_offsets()
+    offsets = clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones
     # than the run's last.
     first = max(0, minibatches - recorder.last)
@@ -165,10 +162,11 @@ def gather_timeline(
         length_names=tuple(next(iter(lengths.values()), ())),
         lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),
         restarts=tuple(restarts),
+        drift=tuple(drift),
     )
 
 
-def _clock_offsets() -> Sequence[float]:
+def clock_offsets() -> Sequence[float]:
     """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
     Cristian (1989), "Probabilistic clock synchronization": the error is at most half the fastest

@@ -248,6 +248,7 @@ def same_for_all(job: Job) -> dict[str, str]:
         "run_options": {"interface"},
         "checkpoints": {"resume"},
         "elastic": {"copy_folder"},
+        "drift": {"profile"},
         "started_again": True,
     }
     plan = hashlib.blake2b(job.plan.model_dump_json().encode(), digest_size=7).hexdigest()

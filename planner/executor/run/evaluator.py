@@ -346,7 +346,9 @@ def until_updated(
     """Yield from `instructions` until each of a worker's stages has had so many more updates."""
     left = dict(updates)
     while max(left.values(), default=0) > 0:
-        instruction = next(instructions)
+        instruction = next(instructions, None)
+        if instruction is None:  # the stream has ended before
+            return
         yield instruction
         if isinstance(instruction, do.Update):
             left[instruction.stage] -= 1

@@ -153,13 +153,22 @@ class Loop:
         self._ahead = ahead
         self.begin(0)
 
-    def begin(self, first: int, last: int = ENDLESS) -> None:
+    def begin(
+        self, first: int, last: int = ENDLESS, ends_at: Callable[[int], bool] | None = None
+    ) -> None:
         """Begin a stream of the minibatches from `first` to before `last`, with an empty
         pipeline.
+
+        Args:
+            first: minibatch.
+            last: where the stream ends, unless it ends before.
+            ends_at: is asked before each minibatch whether the stream ends before it. All workers'
+                answers are the same.
         """
         self.first = first
         self._last = last
-        self._stream = Ahead(self._context.stream(first, last))
+        stream = self._context.stream(first, last)
+        self._stream = Ahead(stream if ends_at is None else self._ending(stream, ends_at))
         if self._ahead:
             self.worker.links.follow(self._stream)
         self._next: Instruction | None = None
@@ -169,6 +178,11 @@ class Loop:
         for stage in self.worker.stages.values():
             # each segment of a stream counts versions of the weights from 0
             stage.versions.restart()
+
+    @property
+    def last(self) -> int:
+        """The minibatch before which the stream ends, as far as is known."""
+        return self._last
 
     def run_allowed(
         self, count: int, unread: int = 0, before_update: Callable[[int], None] | None = None
@@ -223,6 +237,22 @@ class Loop:
         messages = self._messages
         assert messages is not None
         self.worker.links.expect(lambda: messages.before(point))
+
+    def _ending(
+        self, stream: Iterator[Instruction], ends_at: Callable[[int], bool]
+    ) -> Iterator[Instruction]:
+        """Yield a stream until it ends before some minibatch, and then what finishes those in
+        flight.
+        """
+        asked = self.first  # minibatches that the stream may have
+        for executed, instruction in enumerate(stream):
+            while not self._allows(instruction, asked):
+                if asked > self.first and ends_at(asked):
+                    self._last = asked
+                    yield from islice(self._context.stream(self.first, asked), executed, None)
+                    return
+                asked += 1
+            yield instruction
 
     def _allowed(self, count: int) -> Iterator[Instruction]:
         while True:

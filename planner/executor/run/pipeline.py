@@ -40,8 +40,10 @@ from planner.executor.run.agreement import (
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.calls import Call, SharedCalls
 from planner.executor.run.data import FedBatches, FedEvaluation
+from planner.executor.run.drift_watch import DriftWatch, watch_of
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
+from planner.formats.drift import Drift
 from planner.formats.files import replace
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
@@ -51,7 +53,12 @@ from planner.model.loss import check_labels, shares_function
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
-from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
+from planner.options.training import (
+    CheckpointOptions,
+    DriftOptions,
+    RunOptions,
+    TrainingOptions,
+)
 from planner.plan.rank_groups import sample_parts
 from planner.workers.groups import GLOO
 from planner.workers.job import Evaluation, Job
@@ -146,6 +153,7 @@ class Pipeline:
         )
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None
+        self._watch: DriftWatch | None = None
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
@@ -168,7 +176,11 @@ class Pipeline:
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
             self._context.await_models()
             groups = Groups.create(self._context)
-            observers = Observers(self._context.heartbeat)
+            self._watch = watch_of(self._context)
+            if self._watch is not None:
+                entering.callback(self._watch.finish)
+            sampler = None if self._watch is None else self._watch.sampler
+            observers = Observers(self._context.heartbeat, sampler=sampler)
             if (evaluation := self._context.evaluation) is not None:
                 fixed = evaluation.batch_size
                 self._evaluated = FedEvaluation(
@@ -330,6 +342,14 @@ class Pipeline:
             if each.optimizer is not None
         ]
 
+    def drift(self) -> Drift | None:
+        """Return where devices or links were last found otherwise than planned; None where they
+        were not.
+
+        Any worker may call it, at any time: nobody waits for another.
+        """
+        return None if self._watch is None else self._watch.newest
+
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Drain, and evaluate the newest weights; all workers call it with the same batches.
 
@@ -450,6 +470,7 @@ def pipeline(
     options: TrainingOptions | None = None,
     evaluates: bool = False,
     hang_timeout: float = RunOptions().hang_timeout_s,
+    drift: DriftOptions | None = None,
 ) -> Pipeline:
     """Return a pipeline for a custom training loop, in a script that torchrun starts once per
     worker of the plan.
@@ -469,6 +490,8 @@ def pipeline(
         hang_timeout: seconds after which the run ends when a rank makes no progress in a call of
             the pipeline, or does not make a call that others wait in. It is no hang when all ranks
             run the script's own code.
+        drift: how to compare the run with its plan; its `profile` lets `Pipeline.drift` say what
+            another plan would give.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
@@ -487,5 +510,6 @@ def pipeline(
         backend=backend,
         options=options,
         run_options=RunOptions(hang_timeout_s=float(hang_timeout)),
+        drift=drift or DriftOptions(),
     )
     return Pipeline(job, spec)

@@ -5,16 +5,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
-from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
+from planner.executor.checkpoint.checkpointer import DataPosition
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
@@ -22,28 +20,22 @@ from planner.executor.handed_model import spec_of
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import (
     ProgressCallback,
-    Reporter,
-    WorkerLog,
-    hook,
     steady_state,
 )
-from planner.executor.observe.recording import TraceRecorder, gather_timeline
+from planner.executor.observe.recording import gather_timeline
 from planner.executor.observe.run_log import NOTHING
-from planner.executor.observe.untouched import TrainedState
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.context import PipelineContext
-from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
-from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
-from planner.executor.run.worker import Observers
+from planner.executor.run.move import arrive, leave
+from planner.executor.run.plan_part import Kept, PlanPart
+from planner.executor.run.replan import Replanner
 from planner.formats.files import replace
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
-from planner.model.tensor.division import own_memory
 from planner.plan.rank_groups import sample_parts
-from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, TrainResult, WorkerReport
@@ -52,14 +44,6 @@ from planner.workers.supervisor import Supervisor
 TimelineCallback = Callable[[Timeline], None]
 
 _NICER = 5  # the thread that computes than those that move messages
-
-
-class Kept(NamedTuple):
-    """What keeps the run's state, and how many of its minibatches were done before."""
-
-    checkpointer: Checkpointer | None
-    copies: Copies | None
-    first: int
 
 
 def train_worker(
@@ -81,9 +65,15 @@ def train_worker(
         job = data_parallel(job)
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
+    began_s = time.perf_counter()
     with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
-        context = pipeline_context(job, spec_of(job), place, heartbeat)
-        return train(context, on_progress, on_timeline, recovery)
+        return train(
+            pipeline_context(job, spec_of(job), place, heartbeat),
+            on_progress,
+            on_timeline,
+            recovery,
+            began_s,
+        )
 
 
 def data_parallel(job: Job) -> Job:
@@ -130,130 +120,100 @@ def train(
     on_progress: ProgressCallback | None = None,
     on_timeline: TimelineCallback | None = None,
     recovery: Recovery | None = None,
+    began_s: float | None = None,
 ) -> TrainResult | None:
-    """Train in the joined group, and gather on rank 0 what all workers measured."""
-    options = context.job.run_options
-    place = context.place
+    """Train in the joined group, and gather on rank 0 what all workers measured.
+
+    Args:
+        context: of this worker.
+        on_progress: is told of every update by the last stage.
+        on_timeline: is told of the trace by rank 0.
+        recovery: what to go on from, where hosts may be lost.
+        began_s: when the context began to be built, by `time.perf_counter`; None for now.
+    """
+    if began_s is None:
+        began_s = time.perf_counter()
     context.await_models()
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm,
     # evaluation.
     groups = Groups.create(context)
     kept = restore(context, recovery)
-    checkpointer, copies, first = kept
-    reporter = None
-    last_stage = len(context.plan.stages) - 1
-    if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
-        user_hook = hook(context.spec, _trained_state(context))
-        callbacks = [each for each in (on_progress, user_hook) if each is not None]
-        per_update = context.shape.minibatches_per_update(last_stage)
-        if callbacks:
-            reporter = Reporter(callbacks, context.minibatches, per_update, context.minibatch_size)
-
-    def on_update(update: Update, log: WorkerLog) -> None:
-        if reporter is not None and update.stage == last_stage:
-            reporter.updated(log)
-
-    modules = [stage.module for stage in context.stages.values()]
-    # A weight with two names is one tensor.
-    tensors = (own_memory(each) for module in modules for each in module.state_dict().values())
-    held = {each.data_ptr(): each.nbytes for each in tensors}
-    peak = PeakMemory(place.compute, sum(held.values()))
-    recorder = None
-    if options.trace is not None:
-        recorder = TraceRecorder(
-            context.rank, options.trace_minibatches, place.compute, peak.now_bytes
-        )
-    # Who is told of updates has them read from the device, so only where somebody is.
-    observers = Observers(context.heartbeat, None if reporter is None else on_update, recorder)
-    loop = Loop(context, groups, observers, ahead=True)
-    if context.data.random:  # made at first use, random batches would count as training time
-        context.heartbeat.enter("making random data")
-        upcoming = _units(
-            context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))
-        )
-        for unit in islice(upcoming, MOST_RANDOM):
-            context.data.batch(unit)
-    context.connect()
-    peak.forget()
-    if place.kind == "cpu" and sys.platform == "linux":
+    replanner = Replanner.of(context)
+    part = PlanPart(context, groups, on_progress, replanner)
+    part.prepare(kept.first)
+    if context.place.kind == "cpu" and sys.platform == "linux":
         _let_messages_interrupt(threading.get_native_id())
-    whole = chain.from_iterable(context.stream(*segment) for segment in context.segments(first))
-    with context.data.reading(_units(context, whole)):
-        context.heartbeat.enter("waiting for the others to start", meeting=True)
-        dist.barrier(control_group())
-        began_s = time.perf_counter()
-        _train_segments(context, loop, kept, reporter)
-        context.heartbeat.enter("waiting for the last worker", meeting=True)
-        dist.barrier(control_group())
-        seconds = time.perf_counter() - began_s
-    result = gather_result(context, loop, peak, kept, seconds)
+    context.heartbeat.enter("waiting for the others to start", meeting=True)
+    dist.barrier(control_group())
+    trains_s = time.perf_counter()
+    if replanner is not None:
+        replanner.expect_cost(trains_s - began_s)
+    # The stages of a plan that the run leaves must not stay in memory, so nothing here holds them.
+    del context, groups
+    parts = [part]
+    del part
+    _train_all(parts, kept, replanner, on_progress)
+    (part,) = parts
+    context = part.context
+    drift = part.drift
+    moves = () if replanner is None else tuple(replanner.moves)
+    context.heartbeat.enter("waiting for the last worker", meeting=True)
+    dist.barrier(control_group())
+    seconds = time.perf_counter() - trains_s
+    result = gather_result(context, part.loop, part.peak, kept, seconds)
     late: list[LateFailure] = []
     saved_weights: str | None = None
     if context.job.save_weights is not None:
         with noting(late):
             save_weights(context, Path(context.job.save_weights))
             saved_weights = context.job.save_weights
-    if checkpointer is not None:
+    if kept.checkpointer is not None:
         with noting(late):
-            checkpointer.check_last()
-    if copies is not None:
-        copies.finish()
-    if recorder is not None:
+            kept.checkpointer.check_last()
+    if kept.copies is not None:
+        kept.copies.finish()
+    if part.recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
-        events = () if copies is None else copies.events
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of, events)
+        events = () if kept.copies is None else kept.copies.events
+        timeline = gather_timeline(
+            part.recorder,
+            context.plan,
+            context.minibatches,
+            lengths_of,
+            events,
+            tuple(map(str, (*drift, *moves))),
+        )
         if timeline is not None and on_timeline is not None:
             with noting(late):
                 on_timeline(timeline)
     if result is None:
         return None
-    return replace(result, saved_weights=saved_weights, late_failures=tuple(late))
+    return replace(
+        result,
+        saved_weights=saved_weights,
+        drift=drift,
+        moves=moves,
+        late_failures=tuple(late),
+    )
 
 
-def _trained_state(context: PipelineContext) -> TrainedState | None:
-    """Return what on_update() may not change; None where this worker's one optimizer is that of the
-    whole model.
-    """
-    if context.plan.workers == 1 and len(context.plan.stages) == 1:
-        return None
-    held = context.stages.values()
-    optimizers = [each.optimizer.optimizer for each in held if each.optimizer.optimizer is not None]
-    return TrainedState([each.module for each in held], optimizers)
-
-
-def _train_segments(
-    context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None
+def _train_all(
+    parts: list[PlanPart],
+    kept: Kept,
+    replanner: Replanner | None,
+    on_progress: ProgressCallback | None,
 ) -> None:
-    """Train from the first minibatch that is not done to the end."""
-    worker = loop.worker
-    checkpointer, copies, first = kept
-    every = context.job.options.evaluate_every
-    for start, end in context.segments(first):
-        loop.begin(start, end)
-        at_end = end == context.minibatches
-        for point in (
-            ()
-            if every is None
-            else evaluation_points(context.shape, start, end, every, at_end=at_end)
-        ):
-            loop.run_to_evaluation(point)
-            evaluation = loop.evaluate(point)
-            if evaluation is not None and reporter is not None:
-                reporter.evaluated(evaluation, worker.log)
-        loop.drain()
-        worker.settle()
-        disk_every = context.job.checkpoints.every
-        if (
-            checkpointer is not None
-            and disk_every is not None
-            and (at_end or end % disk_every == 0)
-        ):
-            checkpointer.save(end, worker.log.losses, loop.evaluations)
-        if copies is not None and not at_end and end % context.job.elastic.copy_every == 0:
-            copies.save(end, worker.log.losses, loop.evaluations)
-    context.heartbeat.enter("waiting for the last messages", meeting=True)
-    worker.drain()
+    """Train to the end of the run; `parts` has the one part that trains, and then the last one."""
+    at = parts[0].train(kept, kept.first)
+    while at < parts[0].context.minibatches:
+        assert replanner is not None
+        leaving = leave(parts[0], kept, at, replanner)
+        if leaving is not None:
+            parts.clear()
+            parts.append(arrive(leaving, kept, replanner, on_progress))
+        at = parts[0].train(kept, at)
+    parts[0].finish()
 
 
 def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
@@ -367,20 +327,6 @@ def gather_result(
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
         restarts=() if copies is None else copies.events,
     )
-
-
-def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Iterator[Unit]:
-    """Yield the units whose samples this worker reads, in the order of its forwards."""
-    for each in instructions:
-        if not isinstance(each, Forward) or not context.data.size(each.unit):
-            continue
-        # Where lengths vary, a worker reads all that passes it, once for all of its stages.
-        if (
-            each.stage == min(context.stages)
-            if context.lengths
-            else context.stages[each.stage].module.needs_batch
-        ):
-            yield each.unit
 
 
 @cache  # once per thread, however many runs it trains

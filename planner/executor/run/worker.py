@@ -16,7 +16,9 @@ from planner.executor.communication.links import Links
 from planner.executor.observe.clock import BusyTime
 from planner.executor.observe.progress import WorkerLog
 from planner.executor.observe.recording import TraceRecorder
+from planner.executor.observe.window_sampler import WindowSampler
 from planner.executor.run.replica import StageReplica
+from planner.runtime import Event as Mark
 from planner.runtime import runtime_of
 from planner.schedule import instructions as do
 from planner.schedule.instructions import AllReduce, Instruction, Unit, Update
@@ -36,6 +38,7 @@ class Observers:
     heartbeat: Heartbeat  # before every instruction
     on_update: Callable[[Update, WorkerLog], None] | None = None  # after each optimizer step
     recorder: TraceRecorder | None = None  # of all instructions and their times
+    sampler: WindowSampler | None = None  # of some minibatches
 
 
 class PipelineWorker:
@@ -65,7 +68,8 @@ class PipelineWorker:
         self._busy = BusyTime(device, self.log)
         self._later = Later(device)
         self._checks = Later(device, _CHECKS)  # apart, because the newest losses may stay unread
-        if runtime_of(device).asynchronous:
+        self._runtime = runtime_of(device)
+        if self._runtime.asynchronous:
             observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
         self._joint_group = control_group() if joint_norm else None
@@ -79,11 +83,13 @@ class PipelineWorker:
         """Execute `instructions` in order, and wait for all losses but the `unread` newest."""
         beat = self._observers.heartbeat.begin
         recorder = self._observers.recorder
+        sampler = self._observers.sampler
         busy = self._busy
         execute = self._execute
         for instruction in instructions:
             beat(instruction)
-            start = None if recorder is None else recorder.mark()
+            sampled = sampler is not None and sampler.records(instruction)
+            start = self._mark() if sampled or recorder is not None else None
             kind = type(instruction)
             if kind in _COMPUTE:
                 busy.begin(instruction)
@@ -93,11 +99,23 @@ class PipelineWorker:
                 execute(instruction)
                 if kind in _WAITS:
                     busy.waits = instruction
-            if recorder is not None and start is not None:
-                recorder.record(instruction, start, recorder.mark())
+            if start is not None:
+                self._record(instruction, start, sampled=sampled)
         self._later.flush(unread)
         if not unread:
             self._checks.flush()
+
+    def _mark(self) -> Mark:
+        mark = self._runtime.event(timing=True)
+        mark.record()
+        return mark
+
+    def _record(self, instruction: Instruction, start: Mark, *, sampled: bool) -> None:
+        end = self._mark()
+        if self._observers.recorder is not None:
+            self._observers.recorder.record(instruction, start, end)
+        if self._observers.sampler is not None and sampled:
+            self._observers.sampler.record(instruction, start, end)
 
     def settle(self) -> None:
         """Wait for the checks of all messages received so far, and for all computations; the

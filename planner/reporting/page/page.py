@@ -81,9 +81,11 @@ def report_page(
     if measured is not None:
         run = compare_runs(simulated, measured)
     ran = None if run is None else run.measured
-    timeline = fill(
-        "timeline.html", timeline_section(runs, shown_workers(simulated))
-    ) + restarts_list(runs[-1])
+    timeline = (
+        fill("timeline.html", timeline_section(runs, shown_workers(simulated)))
+        + restarts_list(runs[-1])
+        + drift_list(runs[-1])
+    )
     # Each has an anchor, a title and HTML.
     sections = [
         ("summary", "Summary", figures(plan, summary, ran)),
@@ -393,6 +395,17 @@ def restarts_list(run: Timeline) -> str:
         return ""
     return (
         f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>"
+    )
+
+
+def drift_list(run: Timeline) -> str:
+    """List where devices and links were not as the plan expects; "" if they were."""
+    items = "".join(f"<li>{escape(each)}</li>" for each in run.drift)
+    return (
+        f"{paragraph('While the run went on, its devices and links were not as planned:')}"
+        f"<ol>{items}</ol>"
+        if items
+        else ""
     )
 
 

@@ -76,6 +76,8 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
         ("predicted", predicted),
         ("weights", deferred),
         *(("restarted", f"after {reason}") for reason in result.restarts),
+        *(("not as planned", str(drift)) for drift in result.drift),
+        *(("moved", str(move)) for move in result.moves),
         ("resumed from", resumed),
         ("checkpoint", result.checkpoint),
         ("weights", result.saved_weights),

@@ -140,3 +140,10 @@ class MeasuredTuning:
     same_speed: float = 0.05  # computations of equal devices differ by so much between two runs
     same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
     fewest: int = 5  # computations of a worker, or messages of a level, for a median
+
+    # Of a search beside a run, which takes a core from it.
+    solving_s: float = 5.0
+
+    # Share by which a plan must be faster than the one that is run: predictions of two plans of one
+    # model err by as much.
+    same_pace: float = 0.05

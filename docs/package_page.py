@@ -1,22 +1,28 @@
-"""Make the description that the package index shows: README.md, with links that work there.
+"""The description that the package index shows, `docs/package-page.md`: README.md, with links that
+work there.
 
 The index shows no file of the repository. So links to such files lead to the repository where
 pyproject.toml names one (`[project.urls]`, Repository); without it, their text stands alone.
-Everything else is in pyproject.toml.
+`python -m docs.write_pages` writes it.
 """
 
 import re
 from pathlib import Path
 
-from setuptools import setup
-
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "package-page.md"
 _REPOSITORY = re.compile(r'^Repository = "(.+?)/?"$', re.MULTILINE)
 _LINKED_PICTURE = re.compile(r"\[!\[([^\]]*)\]\(([^()\s]+)\)\]\(([^()\s]+)\)\n?")
 _PICTURE = re.compile(r"!\[([^\]]*)\]\(([^()\s]+)\)")
 _LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^()\s]+)\)")
 _COMMENT = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 _ABSOLUTE = re.compile(r"https?://")
+
+
+def package_page() -> str:
+    """Return the page that README.md and pyproject.toml make."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return description(readme, _repository())
 
 
 def description(readme: str, repository: str | None = None) -> str:
@@ -57,14 +63,5 @@ def _leads(target: str) -> bool:
 
 
 def _repository() -> str | None:
-    found = _REPOSITORY.search((HERE / "pyproject.toml").read_text(encoding="utf-8"))
+    found = _REPOSITORY.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return found[1] if found else None
-
-
-if __name__ == "__main__":
-    setup(
-        long_description=description(
-            (HERE / "README.md").read_text(encoding="utf-8"), _repository()
-        ),
-        long_description_content_type="text/markdown",
-    )

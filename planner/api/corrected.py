@@ -1,0 +1,71 @@
+"""Solve again for the devices and links as a run measured them: a process beside a run.
+
+    python -m planner.api.corrected FOLDER PROFILE
+
+reads plan.json and run.json in the folder, and writes answer.json. Training comes first: the
+process has the lowest priority.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from planner.analysis.measured_cluster import measured_cluster, on_cluster
+from planner.errors import PlannerError
+from planner.formats.drift import Corrected
+from planner.formats.files import replace, save_record
+from planner.formats.plan import Plan, load_plan
+from planner.formats.profile import Profile, load_profile
+from planner.formats.timeline import Timeline, load_timeline
+from planner.solver.request import Request, options_asked
+from planner.solver.solve import solve
+from planner.solver.tuning.record import STANDARD, Tuning
+
+_NICER = 19
+
+
+def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STANDARD) -> Corrected:
+    """Return what a plan gives on the cluster that a run of it measured, and a faster plan for the
+    same minibatches.
+
+    Plans nearer to each other than predictions err are the same plan.
+
+    Raises:
+        PlanError: for another profile than the plan's.
+        InputError: for a run that recorded too little.
+    """
+    found = measured_cluster(plan, run, tuning.measured)
+    there = on_cluster(profile, plan, found.cluster)
+    expected_s = there.predicted.seconds_per_minibatch
+
+    options = replace(
+        options_asked(plan),
+        time_limit_s=tuning.measured.solving_s,
+        accept_divided_loss=True,  # it was accepted, or else the plan would not run
+    )
+    better = solve(Request.of(profile, found.cluster, options, tuning))
+    same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
+    gain = expected_s / better.predicted.seconds_per_minibatch
+    if not same_question or gain < 1 + tuning.measured.same_pace:
+        return Corrected(expected_s=expected_s)
+    return Corrected(expected_s=expected_s, better=better)
+
+
+def main(folder: Path, profile: Path) -> int:
+    """Answer the question in a folder; return the exit code."""
+    os.nice(_NICER)
+    try:
+        answer = corrected(
+            load_profile(profile),
+            load_plan(folder / "plan.json"),
+            load_timeline(folder / "run.json"),
+        )
+    except PlannerError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    save_record(answer, folder / "answer.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

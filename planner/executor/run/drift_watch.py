@@ -1,0 +1,316 @@
+"""Watch, while training, whether devices and links are what the plan was solved for.
+
+    worker 0..n   records some minibatches of each window           `WindowSampler`
+                  a thread tells them to worker 0, in the store
+    worker 0      the same thread compares them with the simulation  `DriftJudge`
+                  where they part for long, a process of its own solves again, at low priority
+
+No worker waits for any of it: windows that worker 0 has not read in time are left out.
+"""
+
+import logging
+import math
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from planner.errors import InputError, PlannerError, first_line
+from planner.executor.observe.recording import clock_offsets
+from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
+from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
+from planner.formats.files import Record, load_record, replace
+from planner.formats.held_folder import held_folder
+from planner.formats.plan import Plan, save_plan
+from planner.formats.timeline import Event, Events, Timeline, save_timeline
+from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
+from planner.workers.meeting import nth_time, worker_store
+from planner.workers.secret_store import Part, record_in
+from planner.workers.watch import own_keys
+
+if TYPE_CHECKING:
+    from planner.executor.run.context import PipelineContext
+
+ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
+_SOLVER = "planner.api.corrected"  # the module that answers
+_KEPT = 4  # windows of a worker in the store: the next one takes the place of the oldest
+_LOOKS_EVERY_S = 0.5
+_CONNECT = timedelta(seconds=60)
+_JOIN_S = 5.0
+_FOUND = "found"
+_LIMITS = DriftLimits()
+_log = logging.getLogger(__name__)
+
+
+class Told(Record):
+    """What one worker recorded of a window, as it tells worker 0."""
+
+    number: int
+    first: int
+    end: int
+    host: str
+    seconds: float
+    events: tuple[Event, ...]
+
+    @classmethod
+    def of(cls, notes: WindowNotes) -> "Told":
+        """Return what to tell of a window."""
+        # What a worker noted itself needs no check, which would take longer than all the rest.
+        return cls.model_construct(
+            number=notes.number,
+            first=notes.first,
+            end=notes.end,
+            host=socket.gethostname(),
+            seconds=notes.seconds,
+            events=tuple(notes.events),
+        )
+
+
+class DriftListener(Protocol):
+    """Who is told on worker 0, by the thread that watches."""
+
+    def consider(self, drift: Drift, better: Plan | None) -> None: ...
+    def look(self, end: int) -> None: ...
+
+
+class DriftWatch:
+    """This worker's part; worker 0 judges. All workers make theirs together."""
+
+    def __init__(
+        self,
+        context: "PipelineContext",
+        listener: DriftListener | None = None,
+    ) -> None:
+        self._plan = context.job.plan
+        self._options = context.job.drift
+        self._rank = context.rank
+        self._minibatch_size = context.minibatch_size
+        self._listener = listener
+        self.found: list[Drift] = []  # on worker 0
+
+        store = connection()
+        self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
+        self._offsets = clock_offsets()
+        self.sampler = WindowSampler(
+            context.rank,
+            context.place.compute,
+            math.lcm(*context.shape.replicas),
+            self._hand_over,
+            self._options.window,
+        )
+        self._judge: DriftJudge | None = None
+        if self._rank == 0:
+            self._judge = self._made_judge()
+        self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
+        self._judged: deque[Window] = deque(maxlen=_LIMITS.windows)
+        self._hosts: list[str] = []
+        self._queue: queue.SimpleQueue[WindowNotes | None] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._solving: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
+        self._thread.start()
+
+    def _made_judge(self) -> DriftJudge | None:
+        try:
+            return DriftJudge(Expectation.of(self._plan), _LIMITS)
+        except InputError as error:
+            _log.warning("the run is not compared with its plan: %s", error.message)
+            return None
+
+    @property
+    def newest(self) -> Drift | None:
+        """What was found last, on every worker; None where nothing was."""
+        if not self._store.check([_FOUND]):
+            return None
+        return record_in(self._store.get(_FOUND), _FOUND, Drift)
+
+    def finish(self) -> None:
+        """End the watch with the run; what is being solved is given up."""
+        self._ending.set()
+        self._queue.put(None)
+        if self._solving is not None:
+            self._solving.kill()
+        self._thread.join(_JOIN_S)
+
+    # In the thread that trains
+
+    def _hand_over(self, notes: WindowNotes) -> None:
+        self._queue.put(notes)
+
+    # In the thread that watches
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._tell_next()
+                if self._judge is not None:
+                    self._judge_all_told(self._judge)
+        except Exception as error:
+            # Training does not depend on it. A store that is lost ends the run from elsewhere.
+            if not self._ending.is_set():
+                _log.warning(
+                    "whether the run keeps to its plan is not watched any more: %s",
+                    first_line(error),
+                )
+
+    def _tell_next(self) -> None:
+        try:
+            notes = self._queue.get(timeout=_LOOKS_EVERY_S if self._due else None)
+        except queue.Empty:
+            return
+        if notes is None:
+            return
+        told = Told.of(notes)
+        self._store.set(self._key(self._rank, notes.number), told.model_dump_json())
+        if self._judge is not None:
+            self._due.append(notes.number)
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"{rank}/{number % _KEPT}"
+
+    def _judge_all_told(self, judge: DriftJudge) -> None:
+        while self._due and not self._ending.is_set():
+            told = self._all_told(self._due[0])
+            if told is None:
+                return
+            self._due.popleft()
+            if told:
+                self._look(judge, told)
+
+    def _all_told(self, number: int) -> list[Told] | None:
+        """Return what all workers told of a window: nothing where some are past it; None where some
+        have not told it yet.
+        """
+        keys = [self._key(rank, number) for rank in range(self._plan.workers)]
+        if not self._store.check(keys):
+            return None
+        values = self._store.multi_get(keys)
+        told = [record_in(text, key, Told) for text, key in zip(values, keys, strict=True)]
+        if any(each.number < number for each in told):
+            return None
+        return told if all(each.number == number for each in told) else []
+
+    def _look(self, judge: DriftJudge, told: Sequence[Told]) -> None:
+        first = told[0]
+        events = [
+            event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
+            for each, offset in zip(told, self._offsets, strict=True)
+            for event in each.events
+        ]
+        size = (first.end - first.first) * self._minibatch_size
+        window = Window(first.first, first.end, events, size / first.seconds)
+        self._judged.append(window)
+        self._hosts = [each.host for each in told]
+        parting = judge.look(window)
+        if parting is not None:
+            self._tell_all(*self._answered(parting))
+        if self._listener is not None:
+            self._listener.look(first.end)
+
+    def _tell_all(self, drift: Drift, better: Plan | None) -> None:
+        self.found.append(drift)
+        self._store.set(_FOUND, drift.model_dump_json())
+        _log.warning("%s", drift)
+        if self._listener is not None:
+            self._listener.consider(drift, better)
+
+    def _answered(self, parting: Parting) -> tuple[Drift, Plan | None]:
+        """Return what parted, and the plan that would be faster now."""
+        stages = {
+            rank: n for n, each in reversed([*enumerate(self._plan.stages)]) for rank in each.ranks
+        }
+        newest = self._judged[-1]
+        drift = Drift(
+            since=parting.since,
+            seen=newest.end,
+            workers=tuple(
+                WorkerDrift(rank=rank, stage=stages[rank], host=self._hosts[rank], ratio=ratio)
+                for rank, ratio in sorted(parting.workers.items())
+            ),
+            routes=tuple(
+                RouteDrift(ranks=ranks, ratio=ratio)
+                for ranks, ratio in sorted(parting.routes.items())
+            ),
+            config=plan_words(self._plan),
+            planned_samples_per_s=self._minibatch_size / self._plan.predicted.seconds_per_minibatch,
+            measured_samples_per_s=newest.samples_per_s,
+        )
+        try:
+            answer = self._solved_again()
+        except PlannerError as error:
+            return replace(drift, why_not=error.message), None
+        expected = self._minibatch_size / answer.expected_s
+        if answer.better is None:
+            return replace(drift, expected_samples_per_s=expected), None
+        better_s = answer.better.predicted.seconds_per_minibatch
+        drift = replace(
+            drift,
+            expected_samples_per_s=expected,
+            better_config=plan_words(answer.better),
+            better_samples_per_s=self._minibatch_size / better_s,
+        )
+        return drift, answer.better
+
+    def _solved_again(self) -> Corrected:
+        """Ask another process, which solves for what was measured; raise PlannerError without an
+        answer.
+        """
+        profile = self._options.profile
+        if profile is None:
+            raise PlannerError("the run was given no `profile`")
+        with held_folder("drift") as folder:
+            save_plan(self._plan, folder / "plan.json")
+            save_timeline(self._timeline(), folder / "run.json")
+            command = [sys.executable, "-m", _SOLVER, str(folder), profile]
+            self._solving = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+            _, errors = self._solving.communicate()
+            if self._ending.is_set():
+                raise PlannerError("the run ended before")
+            if self._solving.returncode:
+                last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+                raise PlannerError(last or "the search was ended")
+            return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
+
+    def _timeline(self) -> Timeline:
+        """Return what was recorded of the newest windows as a run."""
+        events = [event for window in self._judged for event in window.events]
+        start_s = min(event.start_s for event in events)
+        moved = [
+            event._replace(start_s=event.start_s - start_s, end_s=event.end_s - start_s)
+            for event in events
+        ]
+        end = self._judged[-1].end
+        return Timeline.of_plan(self._plan, "measured", end, Events.of(moved))
+
+
+def watch_of(
+    context: "PipelineContext", listener: DriftListener | None = None
+) -> DriftWatch | None:
+    """Return the watch over a run; None where it is turned off, or the plan expects nothing. All
+    workers call it.
+    """
+    job = context.job
+    expects = all(stage.forward_s > 0 for stage in job.plan.stages)
+    if job.drift.window == 0 or job.baseline is not None or not expects:
+        return None
+    return DriftWatch(context, listener)
+
+
+def connection() -> Store:
+    """Return a connection of the watch's own, because others may wait in theirs."""
+    if "MASTER_PORT" not in os.environ:  # a script has met the others by means of its own
+        return worker_store(_CONNECT)
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    return own_keys(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT))

@@ -1,0 +1,166 @@
+"""Decide whether a run moves to another plan, and let all workers end the old one at one minibatch.
+
+    gain = (seconds per minibatch of this plan - those of the other one) x minibatches that are left
+    cost = seconds that training stands still: of the last move, or of the start of the run
+
+A move must gain `replan_gain` times what it costs, and after one the next is at least ten times its
+cost away. Worker 0 decides beside training. At the end of each window every worker asks the store
+whether the plan ends there: the first to ask, or worker 0, settles it for all.
+"""
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+# PyTorch exports it by a star import.
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from planner.executor.run.context import PipelineContext
+from planner.executor.run.drift_watch import connection
+from planner.formats.drift import Drift, Move, plan_words
+from planner.formats.held_folder import remove_abandoned
+from planner.formats.plan import Plan
+from planner.plan.rank_groups import sample_parts
+from planner.units import format_seconds
+from planner.workers.job import Job
+from planner.workers.meeting import nth_time
+from planner.workers.secret_store import Part, record_in
+
+_REST = 10  # times the cost of a move, until the next one
+_GOES_ON = "go"
+_ENDS = "move"
+_log = logging.getLogger(__name__)
+
+
+class _Better(NamedTuple):
+    """A plan that would be faster, and by how much."""
+
+    plan: Plan
+    saved_s: float  # per minibatch
+
+
+class Replanner:
+    """One worker's part in changing the plan of a run; it outlives the plans."""
+
+    def __init__(self, job: Job, rank: int, minibatches: int, store: Store) -> None:
+        self.moves: list[Move] = []
+        self._plan = job.plan
+        self._gain = job.drift.replan_gain
+        self._rank = rank
+        self._window = job.drift.window
+        self._minibatches = minibatches
+        self._cost_s = math.inf  # not known yet
+        self._rests_until_s = 0.0
+        self._better: _Better | None = None
+        self._decided = False
+        self._store = store
+
+    @classmethod
+    def of(cls, context: PipelineContext) -> "Replanner | None":
+        """Return what changes the plan of a run; None where it is to keep its plan."""
+        job = context.job
+        if not job.drift.replan or job.baseline is not None:
+            return None
+        # Of a run that was killed while it moved.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            remove_abandoned(Path(job.elastic.copy_folder))
+        store = connection()
+        own = Part(f"replan/{nth_time(store, 'replan')}", store)
+        return cls(job, context.rank, context.minibatches, own)
+
+    def expect_cost(self, seconds: float) -> None:
+        """Note how long a move would take: the first as long as the start of the run."""
+        self._cost_s = seconds
+
+    # In the thread that watches, of worker 0
+
+    def consider(self, drift: Drift, better: Plan | None) -> None:
+        """Take note of a plan that would be faster on what was measured last, or of none."""
+        self._better = None
+        if better is None or drift.expected_samples_per_s is None:
+            return
+        if obstacle := self._obstacle(better):
+            _log.warning("the run does not move to %s: %s", plan_words(better), obstacle)
+            return
+        assert drift.better_samples_per_s is not None
+        samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
+        saved_s = samples / drift.expected_samples_per_s - samples / drift.better_samples_per_s
+        self._better = _Better(better, saved_s)
+
+    def look(self, end: int) -> None:
+        """Decide, after a window that ended with minibatch `end`, whether to move."""
+        if self._better is None or self._decided or time.monotonic() < self._rests_until_s:
+            return
+        plan, saved_s = self._better
+        self._better = None
+        left = self._minibatches - end
+        pays = left * saved_s >= self._gain * self._cost_s
+        _log.warning(
+            "%s would save %s of what is left of the run, and moving costs about %s: the run %s, "
+            "because a move pays from %g times its cost on (`replan_gain`)",
+            plan_words(plan),
+            format_seconds(left * saved_s),
+            format_seconds(self._cost_s),
+            "moves" if pays else "does not move",
+            self._gain,
+        )
+        if pays:
+            self._settle(plan, end)
+
+    def _settle(self, plan: Plan, end: int) -> None:
+        self._store.set(self._key("plan"), plan.model_dump_json())
+        first = (end // self._window + 1) * self._window
+        for point in range(first, self._minibatches, self._window):
+            if self._store.compare_set(self._key(point), "", _ENDS) == _ENDS.encode():
+                self._decided = True
+                return
+
+    def _obstacle(self, better: Plan) -> str:
+        """Return why the workers cannot move to a plan; "" where they can."""
+        if better.workers != self._plan.workers:
+            return f"it has work for {better.workers} of {self._plan.workers} workers"
+        if sample_parts(better) != sample_parts(self._plan):
+            return "its minibatches have other samples"
+        return ""
+
+    # In the thread that trains, of all workers
+
+    def ends_at(self, minibatch: int) -> bool:
+        """Return whether the plan ends before a minibatch; the same on all workers."""
+        if minibatch % self._window:
+            return False
+        return self._store.compare_set(self._key(minibatch), "", _GOES_ON) == _ENDS.encode()
+
+    def next_plan(self) -> Plan:
+        """Return the plan that comes after the one that has ended."""
+        key = self._key("plan")
+        return record_in(self._store.get(key), key, Plan)
+
+    def moved(self, plan: Plan, minibatch: int, seconds: float) -> None:
+        """Note that the run goes on under another plan, after so many seconds without training."""
+        move = Move(
+            minibatch=minibatch,
+            before=plan_words(self._plan),
+            after=plan_words(plan),
+            seconds=seconds,
+            drained=self._plan.schedule.asynchronous,
+        )
+        self.moves.append(move)
+        self._plan = plan
+        self._decided = False
+        self._cost_s = seconds
+        self._rests_until_s = time.monotonic() + _REST * seconds
+        if self._rank == 0:
+            _log.warning("%s", move)
+
+    def stays(self, why: str) -> None:
+        """Note that a move failed, and go on under the same plan for good."""
+        self._decided = True
+        if self._rank == 0:
+            _log.warning("the run keeps its plan, because its state cannot be moved: %s", why)
+
+    def _key(self, what: object) -> str:
+        return f"{len(self.moves)}/{what}"

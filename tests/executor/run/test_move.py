@@ -1,0 +1,173 @@
+"""Runs that move to another plan: to the bit what runs do that stop there and resume under it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import planner
+from planner.executor.communication.control import join_group
+from planner.executor.run import drift_watch
+from planner.executor.run.build_context import pipeline_context
+from planner.executor.run.replan import Replanner
+from planner.executor.run.train import train
+from planner.formats.cluster import flat_cluster
+from planner.formats.drift import plan_words
+from planner.formats.plan import Plan, load_plan, save_plan
+from planner.formats.profile import Profile, save_profile
+from planner.model.spec import load_model_file
+from planner.options.training import CheckpointOptions, DriftOptions, TrainingOptions
+from planner.workers.job import Job, TrainResult
+from planner.workers.place import CPU
+from tests.executor.plans import make_plan, scattered, sharded
+from tests.executor.processes import run_jobs, run_workers
+from tests.executor.sleeping import sleeping_profile, write_sleeping
+
+WINDOW = 10
+STEPS = 165
+
+
+def run_moving(arguments: Sequence[str]) -> None:
+    """Train a job that moves, after its first window, to the plan in a file; then maybe back."""
+    job_path, hosts, *plans = arguments
+    if hosts == "apart":  # as torchrun numbers hosts of one worker each
+        os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0"}
+    job = Job.model_validate_json(Path(job_path).read_text("utf-8"))
+    left = [load_plan(path) for path in plans]
+
+    def settle(self: Replanner, end: int) -> None:
+        if len(self.moves) < len(left) and not self._decided:
+            self._settle(left[len(self.moves)], end)
+
+    Replanner.look = settle  # type: ignore[method-assign]
+    drift_watch._LOOKS_EVERY_S = 0.05  # windows are short here
+    join_group()
+    context = pipeline_context(job, load_model_file(job.model), CPU)
+    result = train(context)
+    if result is not None:
+        Path(f"{job_path}.result").write_text(result.model_dump_json(), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def moving(job: Job, plans: Sequence[Plan], folder: Path, hosts: str) -> TrainResult:
+    """Run a job in worker processes that move to one plan after the other; each may be on a host of
+    its own.
+    """
+    paths = []
+    for number, each in enumerate(plans):
+        paths.append(str(folder / f"next-{number}.json"))
+        save_plan(each, paths[-1])
+    path = folder / "job.json"
+    path.write_text(job.model_dump_json(), encoding="utf-8")
+    run_workers(run_moving, [str(path), hosts, *paths], folder / "workers.log", job.plan.workers)
+    return TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8"))
+
+
+def stopping(job: Job, plans: Sequence[Plan], ends: Sequence[int], folder: Path) -> TrainResult:
+    """Run the same as runs of their own, each of which resumes from the checkpoint of the one
+    before.
+    """
+    jobs = []
+    for number, (plan, end) in enumerate(zip(plans, ends, strict=True)):
+        checkpoints = CheckpointOptions(
+            every=end, folder=str(folder / "stops"), resume="auto" if number else None
+        )
+        changes = {"plan": plan, "steps": end, "checkpoints": checkpoints}
+        jobs.append(job.model_copy(update={**changes, "drift": DriftOptions(window=0)}))
+    parts = run_jobs(jobs, folder)
+    losses = tuple(loss for part in parts for loss in part.losses)
+    return parts[-1].model_copy(update={"losses": losses})
+
+
+def job_of(folder: Path, plan: Plan, **more: object) -> Job:
+    drift = DriftOptions(window=WINDOW, profile=str(folder / "profile.json"), replan=True)
+    job = Job(model=str(folder / "sleeping.py"), plan=plan, steps=STEPS, drift=drift)
+    return job.model_copy(update={"save_weights": str(folder / "weights.pt"), **more})
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    found = sleeping_profile(write_sleeping(tmp_path))
+    save_profile(found, tmp_path / "profile.json")
+    return found
+
+
+def cut(profile: Profile, stages: Sequence[int], schedule: str, microbatches: int) -> Plan:
+    """The plan with so many blocks per stage."""
+    cluster = flat_cluster(len(stages), 1e9)
+    return planner.price(profile, cluster, stages, schedule=schedule, microbatches=microbatches)
+
+
+def check_same(
+    job: Job, plans: Sequence[Plan], folder: Path, hosts: str = "together"
+) -> TrainResult:
+    """Check that the moving run has the losses and weights of the stopping ones; return it."""
+    result = moving(job, plans[1:], folder, hosts)
+    weights = torch.load(folder / "weights.pt")
+    ends = [*(move.minibatch for move in result.moves), STEPS]
+    assert len(ends) == len(plans)
+    assert all(end % WINDOW == 0 for end in ends[:-1])
+
+    expected = stopping(job, plans, ends, folder)
+
+    assert [loss.minibatch for loss in result.losses] == list(range(STEPS))
+    assert result.losses == expected.losses
+    whole = torch.load(folder / "weights.pt")
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    return result
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "1f1b", "2bw"])
+def test_another_cut(tmp_path: Path, profile: Profile, schedule: str) -> None:
+    microbatches = 1 if schedule == "1f1b" else 2
+    before = cut(profile, (2, 2), schedule, microbatches)
+    after = cut(profile, (3, 1), schedule, microbatches)
+    result = check_same(job_of(tmp_path, before), [before, after], tmp_path)
+    assert result.config == "1-1"
+    assert result.moves[0].before == plan_words(before)
+    assert result.moves[0].after == plan_words(after)
+    assert ("drained its pipeline" in str(result.moves[0])) == (schedule in ("1f1b", "2bw"))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_data_parallel_and_back(tmp_path: Path, profile: Profile, shards: bool) -> None:
+    pipeline = scattered(make_plan(profile, (1, 1), "1f1b-flush", 2))
+    replicated = make_plan(profile, (2,), "1f1b-flush", 2)
+    plans = [pipeline, sharded(replicated) if shards else replicated, pipeline]
+    check_same(job_of(tmp_path, pipeline), plans, tmp_path)
+
+
+def test_the_state_goes_from_host_to_host(tmp_path: Path, profile: Profile) -> None:
+    before = cut(profile, (2, 2), "1f1b-flush", 2)
+    plans = [
+        before,
+        make_plan(profile, (2,), "1f1b-flush", 2),
+        cut(profile, (1, 3), "1f1b-flush", 2),
+    ]
+    check_same(job_of(tmp_path, before), plans, tmp_path, hosts="apart")
+
+
+def test_checkpoints_and_evaluations_go_on(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "sleeping.py"
+    path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
+    before = cut(profile, (2, 2), "1f1b-flush", 2)
+    after = cut(profile, (1, 3), "1f1b-flush", 2)
+    kept = CheckpointOptions(every=50, folder=str(tmp_path / "kept"), keep=10)
+    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=60))
+
+    result = check_same(job, [before, after], tmp_path)
+
+    assert [each.minibatch for each in result.evaluations] == [60, 120, 165]
+    steps = sorted(each.name for each in (tmp_path / "kept").glob("step-*"))
+    assert steps == [f"step-{number:08}" for number in (50, 100, 150, 165)]
+
+
+EVALUATION = """
+def evaluation_dataset():
+    return torch.utils.data.Subset(Samples(), range(8))
+"""

@@ -1,0 +1,146 @@
+"""When a run moves to another plan: where that pays, and not again soon."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from planner.executor.run.replan import Replanner
+from planner.formats.cluster import flat_cluster
+from planner.formats.drift import Drift
+from planner.formats.plan import Plan
+from planner.formats.profile import save_profile
+from planner.options.training import DriftOptions, RunOptions
+from planner.workers.job import Job
+from tests.executor.processes import run_jobs
+from tests.executor.sleeping import (
+    sleeping_plan,
+    sleeping_profile,
+    slow_down,
+    write_sleeping,
+)
+from tests.simulator.plans import equal_layers, plan_of
+
+MINIBATCHES = 10_000
+WINDOW = 50
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return plan_of(equal_layers(4), (1, 1, 1, 1), flat_cluster(4, 1e9), schedule="1f1b-flush")
+
+
+def replanner(plan: Plan, cost_s: float, gain: float = 2.0) -> Replanner:
+    options = DriftOptions(replan=True, profile="profile.json", replan_gain=gain, window=WINDOW)
+    made = Replanner(Job(model="model.py", plan=plan, drift=options), 0, MINIBATCHES, HashStore())
+    made.expect_cost(cost_s)
+    return made
+
+
+def drift(plan: Plan, before_s: float, after_s: float) -> Drift:
+    """A drift after which this plan and another one take so many seconds per minibatch."""
+    planned_s = plan.predicted.seconds_per_minibatch
+    return Drift(
+        since=100,
+        seen=200,
+        config="1-1-1-1",
+        planned_samples_per_s=1 / planned_s,
+        measured_samples_per_s=1 / before_s,
+        expected_samples_per_s=1 / before_s,
+        better_config="1-1-2",
+        better_samples_per_s=1 / after_s,
+    )
+
+
+def ends(made: Replanner) -> list[int]:
+    """Where training ends the plan."""
+    return [point for point in range(1, MINIBATCHES) if made.ends_at(point)]
+
+
+def test_it_moves_at_the_end_of_a_window_that_nobody_has_passed(plan: Plan) -> None:
+    made = replanner(plan, cost_s=100.0)
+    assert not any(made.ends_at(point) for point in range(301))  # workers are there already
+    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.look(200)
+    assert ends(made) == [350]
+    assert made.next_plan() == plan
+
+
+def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
+    made = replanner(plan, cost_s=100.0)
+    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.look(200)
+    assert ends(made) == ends(made) == [250]
+
+
+def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    saved_s = (MINIBATCHES - 200) * 5.0
+    made = replanner(plan, cost_s=saved_s / 1.9)
+    with caplog.at_level(logging.WARNING):
+        made.consider(drift(plan, 10.0, 5.0), plan)
+        made.look(200)
+    assert ends(made) == []
+    assert "the run does not move, because a move pays from 2 times its cost on" in caplog.text
+
+
+def test_towards_the_end_nothing_pays(plan: Plan) -> None:
+    made = replanner(plan, cost_s=30.0)
+    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.look(MINIBATCHES - 10)
+    assert ends(made) == []
+
+
+@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [450])])
+def test_after_a_move_the_next_is_ten_times_its_cost_away(
+    plan: Plan, passed_s: float, expected: list[int]
+) -> None:
+    made = replanner(plan, cost_s=1.0)
+    with mock.patch("planner.executor.run.replan.time.monotonic") as now:
+        now.return_value = 1000.0
+        made.moved(plan, 200, seconds=7.0)
+        made.consider(drift(plan, 10.0, 5.0), plan)
+        now.return_value += passed_s
+        made.look(400)
+    assert ends(made) == expected
+
+
+def test_a_plan_that_is_no_better_any_more_is_forgotten(plan: Plan) -> None:
+    made = replanner(plan, cost_s=1.0)
+    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.consider(drift(plan, 10.0, 5.0), None)
+    made.look(200)
+    assert ends(made) == []
+
+
+def test_workers_are_not_left_idle(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    made = replanner(plan, cost_s=1.0)
+    smaller = plan_of(equal_layers(2), (1, 1), flat_cluster(2, 1e9), schedule="1f1b-flush")
+    with caplog.at_level(logging.WARNING):
+        made.consider(drift(plan, 10.0, 5.0), smaller)
+        made.look(200)
+    assert ends(made) == []
+    assert "it has work for 2 of 4 workers" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_moves_away_from_a_slow_device(tmp_path: Path) -> None:
+    path = write_sleeping(tmp_path)
+    profile = sleeping_profile(path)
+    save_profile(profile, tmp_path / "profile.json")
+    options = DriftOptions(
+        window=10, profile=str(tmp_path / "profile.json"), replan=True, replan_gain=0.01
+    )
+    plan = sleeping_plan(profile, (1, 1), "1f1b-flush", 6)
+    job = Job(model=str(path), plan=plan, steps=200, drift=options, run_options=RunOptions())
+    slow_down(tmp_path, [(1, 2 * 6 * 15, 10**9, 2.5)])
+
+    (result,) = run_jobs([job], tmp_path)
+
+    first = result.moves[0]
+    assert first.before == "1-1 (2+3 layers)"
+    assert first.after in ("1-1 (3+2 layers)", "1-1 (1+4 layers)")
+    assert [loss.minibatch for loss in result.losses] == list(range(200))
