@@ -16,14 +16,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.headlines.numbers import Number, Stated
-from benchmarks.headlines.parts import LINKS_SOURCES, NUMBERS, SOURCES
+from benchmarks.headlines.parts import APART_SOURCES, NUMBERS, SOURCES
 from benchmarks.kept import ROOT
 from planner.formats.files import write_text
 
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/gpu-truth.md"))
 _MARK = re.compile(r"(<!--(number|date): ([\w. -]+?)-->).*?(<!--/-->)")
 _TABLE = re.compile(r"(<!--table: (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
-_GPU_SOURCES = tuple(f"gpu.{source}." for source in (*SOURCES, *LINKS_SOURCES))
+_GPU_SOURCES = tuple(f"gpu.{source}." for source in (*SOURCES, *APART_SOURCES))
 _GPU_COLUMNS = {
     "rows": "rows",
     "mean": "mean absolute error",
@@ -96,10 +96,10 @@ def gpu_table(stated: Mapping[str, Stated]) -> str:
         name = f"gpu.{source}.{column}"
         return by_name[name].shown(stated[name].value) if name in stated else ""
 
-    on_links = [source for source in LINKS_SOURCES if f"gpu.{source}.rows" in stated]
+    apart = [source for source in APART_SOURCES if f"gpu.{source}.rows" in stated]
     rows = [
         [source, *(cell(source, column) for column in _GPU_COLUMNS)]
-        for source in (*SOURCES, *on_links)
+        for source in (*SOURCES, *apart)
     ]
     return tabulate(
         rows, ["source", *_GPU_COLUMNS.values()], tablefmt="pipe", disable_numparse=True

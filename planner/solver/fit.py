@@ -67,20 +67,23 @@ class FitRequest:
         model fits, else larger ones; both where the training is to be paid.
         """
         if not fits:
-            return self._larger()
-        smaller = list(self.alone)
-        if not smaller:
-            halves = range(1, self.gpus.bit_length())
-            smaller = [self.cluster_of(self.gpus // 2**n) for n in halves]
+            return self._larger(self.tuning.fit.most_gpus_ratio.bit_length() - 1)
         if self.run is None:
-            return smaller
-        return _by_turns(self._larger()[: self.tuning.fit.larger_counts], smaller)
+            return self._smaller()
+        return _by_turns(self._larger(self.tuning.fit.larger_counts), self._smaller())
 
-    def _larger(self) -> list[Cluster]:
-        """Return the clusters of twice as many GPUs and so on."""
-        powers = range(1, self.tuning.fit.most_gpus_ratio.bit_length())
-        counts = [self.gpus * 2**power for power in powers]
-        return [self.cluster_of(count) for count in counts if count <= MOST_GPUS]
+    def _larger(self, count: int) -> list[Cluster]:
+        """Return so many clusters of twice as many GPUs again and again, as far as can be solved
+        for.
+        """
+        counts = [self.gpus * 2**n for n in range(1, count + 1)]
+        return [self.cluster_of(gpus) for gpus in counts if gpus <= MOST_GPUS]
+
+    def _smaller(self) -> list[Cluster]:
+        """Return each kind alone, or clusters of half as many GPUs again and again."""
+        if self.alone:
+            return list(self.alone)
+        return [self.cluster_of(self.gpus // 2**n) for n in range(1, self.gpus.bit_length())]
 
     def with_clock(self, clock: Clock) -> "FitRequest":
         """Ask for all answers at another time."""
@@ -313,8 +316,10 @@ def _other_numbers(
     rows = list[FitRow]()
     took_s *= tuning.next_seconds_ratio
     for index, cluster in enumerate(clusters):
+        # A kind alone has fewer GPUs and one order: part of the time says something of it.
+        needed_s = 0.0 if request.alone else tuning.max_seconds_ratio * took_s
         left_s = clock.left_s
-        if left_s is not None and left_s <= tuning.max_seconds_ratio * took_s:
+        if left_s is not None and left_s <= needed_s:
             return rows, [_gpus_words(clusters[index:])]
         clock.progress.step = _gpus_words([cluster])
         began_s = time.monotonic()

@@ -35,7 +35,7 @@ from planner.model.capture.size import BATCH
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import DividedWeights
-from planner.options.training import RunOptions, TrainingOptions
+from planner.options.training import DriftOptions, RunOptions, TrainingOptions
 from planner.plan.rank_groups import on_ranks, plan_of_tensor_rank
 from planner.schedule.instructions import Unit
 from planner.schedule.registry import find
@@ -344,6 +344,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         steps=run.minibatches,
         options=options,
         run_options=RunOptions(trace="trace.json" if run.traced else None),
+        drift=DriftOptions(window=0),
     )
     shared = {pair: [_shared_name(pair)] for pair in run.tied}
     place = PretendedGPUs(CPU.compute, CPU.wire)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from planner.executor.communication import nccl_links
 from planner.executor.communication.later import MOST
-from planner.executor.run import train
-from planner.executor.run.loop import Loop
+from planner.executor.run.plan_part import PlanPart
 from planner.workers.groups import MESSAGE_BLOCKS
 from tests.executor.device import mutations, real
 from tests.executor.device.cases import runs
@@ -101,14 +99,16 @@ def test_a_loop_of_ones_own_is_not_held_up_by_the_newest_losses() -> None:
     def steps(unread: int) -> list[int]:
         known = []
 
-        def each_by_itself(context: Any, loop: Loop, *_: object) -> None:
+        def each_by_itself(part: PlanPart, *_: object) -> int:
+            loop = part.loop
             for count in range(1, 13):
                 loop.run_allowed(count, unread)
                 known.append(len(loop.worker.log.losses))
             loop.drain(12)
             loop.worker.drain()
+            return 12
 
-        with patch.object(train, "_train_segments", each_by_itself):
+        with patch.object(PlanPart, "train", each_by_itself):
             carry_out(Run("1f1b", (1,), minibatches=12))
         return known
 
