@@ -45,7 +45,8 @@ NEXT = """\
 {folder} holds {files}profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, memory, what limits the plan
-  plan report                                   # all of it, with a timeline
+  plan report                                   # all of it, with a timeline"""
+TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`:
@@ -234,10 +235,10 @@ def fit(args: argparse.Namespace) -> int:
         return code
     model = answer.model_file  # of another folder, with the way from here to there
     files = "" if Path(model).name != model else f"{model}, "
-    train = f"plan train {model}"
-    output.print_progress(
-        "\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name)
-    )
+    steps = NEXT.format(folder=answer.folder, files=files)
+    if answer.asked.plan.base_bits is None:  # the executor has no frozen weights of few bits
+        steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
+    output.print_progress("\n" + steps)
     return 0
 
 

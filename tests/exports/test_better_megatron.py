@@ -170,3 +170,11 @@ def test_what_no_run_of_the_model_is_refused() -> None:
         )
     with pytest.raises(InputError, match="8 GPUs are no copies of 1 stages of 3 ranks"):
         asked("--tensor-model-parallel-size 3 --micro-batch-size 1 --global-batch-size 8")
+
+
+def test_what_limits_a_run_is_said_whether_or_not_it_is_simulated_again() -> None:
+    small = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 16"
+    large = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8192"
+    assert "% bubble" in trainer_run_report(asked(small))
+    answer = asked(large)
+    assert "by the cost model" in trainer_run_report(answer)

@@ -373,3 +373,27 @@ def test_degrees_that_were_named_are_estimated_and_hold_where_gpus_make_groups()
         None,
     ]
     assert answer.others[-1].why_not == "no groups of 2 ranks in 1 GPU"
+
+
+def test_where_no_usual_way_fits_layers_are_divided_whatever_the_time() -> None:
+    """As for the largest models, whose estimate may take all of it. Where one fits, time counts."""
+    divisions = list[int]()
+
+    def in_two(profile: Profile) -> Profile:
+        divisions.append(profile.microbatch_size or 0)
+        return divided(profile, 2)
+
+    def tight(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 30 * MB)
+
+    answer, profile = fit(asked(16, tight, divide=in_two, ranks=2, time_limit_s=0.0))
+    assert divisions == [1]
+    assert profile.tensor is not None
+    assert "tensor parallelism" not in answer.not_tried
+    assert answer.asked.plan is not None
+    assert answer.asked.plan.ranks_per_replica == 2
+
+    roomy, _ = fit(
+        asked(16, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), ranks=2, time_limit_s=0.0)
+    )
+    assert "tensor parallelism" in roomy.not_tried

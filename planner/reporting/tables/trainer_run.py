@@ -32,10 +32,10 @@ def _speed(plan: Plan) -> str:
     return words.speed(plan) + share
 
 
-def _limited_by(plan: Plan) -> str | None:
+def _limited_by(plan: Plan) -> str:
     limits = simulated_limits(plan)
-    if limits is None:
-        return None
+    if limits is None:  # too large to be simulated again for this line
+        return f"{words.bottleneck_place(plan.predicted.bottleneck)}, by the cost model"
     return f"{limits.place}, busy {limits.share:.0%} of the time; {limits.bubble:.0%} bubble"
 
 
