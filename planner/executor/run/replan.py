@@ -5,8 +5,10 @@
 
 A move must gain `replan_gain` times what it costs, and after one the next is at least ten times its
 cost away. It is decided two windows after the run was seen to part from its plan, if it has not
-come back to it by then. Worker 0 decides beside training. At the end of each window every worker asks the store
-whether the plan ends there: the first to ask, or worker 0, settles it for all.
+come back to it by then.
+
+Worker 0 decides beside training. At the end of each window every worker asks the store whether the
+plan ends there: the first to ask, or worker 0, settles it for all.
 """
 
 import logging
