@@ -4,8 +4,11 @@
     cost = seconds that training stands still: of the last move, or of the start of the run
 
 A move must gain `replan_gain` times what it costs, and after one the next is at least ten times its
-cost away. Worker 0 decides beside training. At the end of each window every worker asks the store
-whether the plan ends there: the first to ask, or worker 0, settles it for all.
+cost away. It is decided two windows after the run was seen to part from its plan, if it has not
+come back to it by then.
+
+Worker 0 decides beside training. At the end of each window every worker asks the store whether the
+plan ends there: the first to ask, or worker 0, settles it for all.
 """
 
 import logging
@@ -30,6 +33,8 @@ from planner.workers.meeting import nth_time
 from planner.workers.secret_store import Part, record_in
 
 _REST = 10  # times the cost of a move, until the next one
+# Windows after which a plan is still to be better: what was only noise is told of by then.
+_CONFIRMED = 2
 _GOES_ON = "go"
 _ENDS = "move"
 _log = logging.getLogger(__name__)
@@ -55,6 +60,7 @@ class Replanner:
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0
         self._better: _Better | None = None
+        self._unconfirmed = 0  # windows that are to pass before the decision
         self._decided = False
         self._store = store
 
@@ -89,10 +95,16 @@ class Replanner:
         samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
         saved_s = samples / drift.expected_samples_per_s - samples / drift.better_samples_per_s
         self._better = _Better(better, saved_s)
+        self._unconfirmed = _CONFIRMED
 
     def look(self, end: int) -> None:
         """Decide, after a window that ended with minibatch `end`, whether to move."""
-        if self._better is None or self._decided or time.monotonic() < self._rests_until_s:
+        if self._better is None or self._decided:
+            return
+        if self._unconfirmed > 0:
+            self._unconfirmed -= 1
+            return
+        if time.monotonic() < self._rests_until_s:
             return
         plan, saved_s = self._better
         self._better = None

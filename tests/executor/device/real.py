@@ -17,7 +17,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.options.training import RunOptions, TrainingOptions
+from planner.options.training import DriftOptions, RunOptions, TrainingOptions
 from planner.schedule.registry import SCHEDULES
 from planner.workers.job import Job
 from planner.workers.place import CPU
@@ -76,6 +76,7 @@ def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
         steps=run.minibatches,
         options=options,
         run_options=RunOptions(),
+        drift=DriftOptions(window=0),
     )
     data = make_batches(spec, MICROBATCH, run.microbatches, seed=0)
     with patch.dict(os.environ, RANK=str(rank)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run import train
+from planner.executor.run import plan_part, train
 from planner.executor.run.build_context import sharding_of
 from planner.executor.run.comparison import BatchComparison
 from planner.executor.run.context import HeldStage, PipelineContext
@@ -287,12 +287,15 @@ def carry_out(
                 world.results[rank, f"{stage.number} {name}"] = tensor.detach().clone()
 
     with ExitStack() as patched:
-        for name, replacement in {
-            "PeakMemory": lambda *_: SimpleNamespace(now_bytes=lambda: 0, forget=lambda: None),
-            "gather_result": gather_nothing,
-            "gather_timeline": gather_nothing,
-        }.items():
-            patched.enter_context(patch.object(train, name, replacement))
+        patched.enter_context(
+            patch.object(
+                plan_part,
+                "PeakMemory",
+                lambda *_: SimpleNamespace(now_bytes=lambda: 0, forget=lambda: None),
+            )
+        )
+        for name in ("gather_result", "gather_timeline"):
+            patched.enter_context(patch.object(train, name, gather_nothing))
         world.run(work)
     return world
 

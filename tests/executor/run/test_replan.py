@@ -56,6 +56,12 @@ def drift(plan: Plan, before_s: float, after_s: float) -> Drift:
     )
 
 
+def confirm(made: Replanner, end: int) -> None:
+    """Let windows pass until it is decided, after that with minibatch `end`."""
+    for number in (2, 1, 0):
+        made.look(end - number * WINDOW)
+
+
 def ends(made: Replanner) -> list[int]:
     """Where training ends the plan."""
     return [point for point in range(1, MINIBATCHES) if made.ends_at(point)]
@@ -65,7 +71,7 @@ def test_it_moves_at_the_end_of_a_window_that_nobody_has_passed(plan: Plan) -> N
     made = replanner(plan, cost_s=100.0)
     assert not any(made.ends_at(point) for point in range(301))  # workers are there already
     made.consider(drift(plan, 10.0, 5.0), plan)
-    made.look(200)
+    confirm(made, 200)
     assert ends(made) == [350]
     assert made.next_plan() == plan
 
@@ -73,7 +79,7 @@ def test_it_moves_at_the_end_of_a_window_that_nobody_has_passed(plan: Plan) -> N
 def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), plan)
-    made.look(200)
+    confirm(made, 200)
     assert ends(made) == ends(made) == [250]
 
 
@@ -82,7 +88,7 @@ def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixt
     made = replanner(plan, cost_s=saved_s / 1.9)
     with caplog.at_level(logging.WARNING):
         made.consider(drift(plan, 10.0, 5.0), plan)
-        made.look(200)
+        confirm(made, 200)
     assert ends(made) == []
     assert "the run does not move, because a move pays from 2 times its cost on" in caplog.text
 
@@ -90,7 +96,7 @@ def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixt
 def test_towards_the_end_nothing_pays(plan: Plan) -> None:
     made = replanner(plan, cost_s=30.0)
     made.consider(drift(plan, 10.0, 5.0), plan)
-    made.look(MINIBATCHES - 10)
+    confirm(made, MINIBATCHES - 10)
     assert ends(made) == []
 
 
@@ -104,7 +110,7 @@ def test_after_a_move_the_next_is_ten_times_its_cost_away(
         made.moved(plan, 200, seconds=7.0)
         made.consider(drift(plan, 10.0, 5.0), plan)
         now.return_value += passed_s
-        made.look(400)
+        confirm(made, 400)
     assert ends(made) == expected
 
 
@@ -112,7 +118,18 @@ def test_a_plan_that_is_no_better_any_more_is_forgotten(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
     made.consider(drift(plan, 10.0, 5.0), plan)
     made.consider(drift(plan, 10.0, 5.0), None)
+    confirm(made, 200)
+    assert ends(made) == []
+
+
+def test_what_has_gone_two_windows_later_was_noise(plan: Plan) -> None:
+    made = replanner(plan, cost_s=1.0)
+    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.look(100)
+    made.look(150)
+    made.consider(drift(plan, 10.0, 5.0), None)  # it has recovered
     made.look(200)
+    made.look(250)
     assert ends(made) == []
 
 
@@ -121,7 +138,7 @@ def test_workers_are_not_left_idle(plan: Plan, caplog: pytest.LogCaptureFixture)
     smaller = plan_of(equal_layers(2), (1, 1), flat_cluster(2, 1e9), schedule="1f1b-flush")
     with caplog.at_level(logging.WARNING):
         made.consider(drift(plan, 10.0, 5.0), smaller)
-        made.look(200)
+        confirm(made, 200)
     assert ends(made) == []
     assert "it has work for 2 of 4 workers" in caplog.text
 
