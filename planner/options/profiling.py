@@ -75,6 +75,7 @@ class ProfileOptions(ModelOptions):
         "workers that will train on this machine's CPU cores; one is measured while the others "
         "train",
         "N",
+        advanced=True,
     )
     deterministic: bool = option(
         False,
