@@ -20,6 +20,7 @@ from planner.formats.timeline import Timeline, load_timeline
 from planner.solver.request import Request, options_asked
 from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.terminal import printable
 
 _NICER = 19
 
@@ -61,7 +62,7 @@ def main(folder: Path, profile: Path) -> int:
             load_timeline(folder / "run.json"),
         )
     except PlannerError as error:
-        sys.stderr.write(f"{error.message}\n")
+        sys.stderr.write(f"{printable(error.message)}\n")
         return error.exit_code
     save_record(answer, folder / "answer.json")
     return 0

@@ -250,6 +250,7 @@ def start_long_run(
         [
             *(sys.executable, "-m", "planner", "train", "model.py"),
             *("--plan", plan, "--steps", "100000000", *arguments),
+            *("--drift-window", "0"),  # the plan is of another machine
         ],
         cwd=folder,
         stdout=subprocess.PIPE,

@@ -25,7 +25,7 @@ def example(page: str, heading: str) -> str:
 
 def test_the_complete_model_file_can_be_captured(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    path.write_text(example("guides/own-model.md", "A complete example"), encoding="utf-8")
+    path.write_text(example("guides/own-model.md", "Your own model"), encoding="utf-8")
     file = load_model_file(path)
     graph = capture(file.build_model(), file.example_batch(4), file.loss)
     assert [layer.op for layer in graph.layers] == [*OPERATIONS, "loss"]

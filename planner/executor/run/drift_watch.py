@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+import torch.distributed as dist
+
 # PyTorch exports both by a star import.
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -310,7 +312,8 @@ def watch_of(
 
 def connection() -> Store:
     """Return a connection of the watch's own, because others may wait in theirs."""
-    if "MASTER_PORT" not in os.environ:  # a script has met the others by means of its own
+    # Alone, nobody waits; and a script may have met the others by means of its own.
+    if dist.get_world_size() == 1 or "MASTER_PORT" not in os.environ:
         return worker_store(_CONNECT)
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])

