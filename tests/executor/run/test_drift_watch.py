@@ -45,6 +45,7 @@ def job_of(folder: Path, windows: int, schedule: str, microbatches: int, window:
     )
 
 
+@pytest.mark.slow  # beside other tests devices are not as planned
 @pytest.mark.parametrize(("schedule", "microbatches", "window"), CASES)
 def test_a_slow_device_is_told_with_a_better_plan(
     tmp_path: Path, schedule: str, microbatches: int, window: int
@@ -70,7 +71,7 @@ def test_a_slow_device_is_told_with_a_better_plan(
     assert str(drift) in (tmp_path / "workers.log").read_text("utf-8")
 
 
-@pytest.mark.slow  # beside other tests devices are not as planned
+@pytest.mark.slow  # as above
 def test_devices_as_planned_are_not_told_of(tmp_path: Path) -> None:
     (result,) = run_jobs([job_of(tmp_path, 6, *CASES[0])], tmp_path)
     assert not result.drift
