@@ -3,15 +3,11 @@ uses it.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Buckets, buckets_of
-from planner.cost.overheads import Price
-from planner.cost.setting import Setting
-from planner.errors import InfeasibleError
 from planner.formats.files import replace
 from planner.formats.profile import DegreeCosts, Layer, Profile
 from planner.plan.shared_weights import (
@@ -21,7 +17,6 @@ from planner.plan.shared_weights import (
     trained_parameters,
 )
 from planner.schedule.versions import lag
-from planner.units import format_bytes
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -156,61 +151,7 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
     return [[layers[index].name for index in sorted(stage.layers)] for stage in stages]
 
 
-def copies_fit(
-    layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting
-) -> bool:
-    """Return whether the copies of weights that stages share fit the memory."""
-    with suppress(InfeasibleError):
-        price_with_copies(layer_costs, stages, price, setting)
-        return True
-    return False
-
-
-def price_with_copies(
-    layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting
-) -> Price:
-    """Return `price` with the memory and the bytes of duplicated weights; raise InfeasibleError if
-    they do not fit.
-    """
-    schedule = setting.schedule
-    exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
-    memory = []
-    for number, copied in enumerate(copied_in(layer_costs, stages)):
-        held = price.memory[number]
-        options = stages[number].options
-        # A duplicate takes its weight's versions, its gradient twice and the optimizer's state.
-        versions = schedule.versions(price.in_flight[number])
-        weights_bytes = versions * sum(layer.weight_bytes for layer in copied)
-        gradients_bytes = 2 * sum(layer.gradient_bytes for layer in copied)
-        optimizer_bytes = sum(-(-layer.optimizer_bytes // options.shards) for layer in copied)
-        whole = replace(
-            held,
-            weights_bytes=held.weights_bytes + weights_bytes,
-            gradients_bytes=held.gradients_bytes + gradients_bytes,
-            optimizer_bytes=held.optimizer_bytes + optimizer_bytes,
-            communication_bytes=held.communication_bytes + exchanged[number],
-        )
-        memory.append(whole)
-
-        limit = setting.cluster.memory_of(options.kind)
-        if limit is not None and whole != held and whole.total_bytes > limit:
-            over_bytes = whole.total_bytes - limit
-            raise _too_large(shared_in(layer_costs, stages), number, over_bytes)
-    more = _sent_bytes(layer_costs, stages, divides=schedule.divides)
-    return replace(
-        price, memory=tuple(memory), communication_bytes=price.communication_bytes + more
-    )
-
-
-def _too_large(weights: Sequence[SharedWeight], stage: int, over_bytes: int) -> InfeasibleError:
-    shared = next(weight for weight in weights if stage in weight.stages)
-    over = format_bytes(over_bytes)
-    what = f", and what stage {stage} holds for that does not fit the memory by {over}"
-    hint = "give more memory or more GPUs, or train the two as weights of their own"
-    return InfeasibleError(shared.sentence(what), hint=hint)
-
-
-def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:
+def sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:
     """Count the bytes that all workers send per minibatch for duplicated weights.
 
     Replicas all-reduce the gradients of duplicates, and of all shared weights whole even where the

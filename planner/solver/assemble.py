@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planner.cost.candidate import Candidate, whole_stage
-from planner.cost.communicators import with_overheads
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
+from planner.cost.price_with_copies import price_with_copies
 from planner.cost.utilisation import utilisation
-from planner.cost.weight_copies import price_with_copies
 from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
@@ -50,8 +49,7 @@ def complete(
         InfeasibleError: where the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
-    memory = with_overheads(problem.layer_costs, best.stages, price.memory, price.workers)
-    whole = Evaluation(best.stages, replace(price, memory=memory))
+    whole = Evaluation(best.stages, price)
     return assemble(problem, whole, report, accepts_loss=accepts_loss)
 
 

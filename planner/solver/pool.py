@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from planner.cost.candidate import Candidate
-from planner.cost.weight_copies import copies_fit
+from planner.cost.price_with_copies import copies_fit
 from planner.formats.files import replace
 from planner.plan.shape import trainable_pairs
 from planner.solver.evaluate.evaluation import priced, simulated

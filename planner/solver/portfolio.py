@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
-from planner.cost.weight_copies import price_with_copies
+from planner.cost.price_with_copies import price_with_copies
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.attempts import Attempt, attempts
 from planner.solver.clock import OutOfTimeError, no_plan_yet

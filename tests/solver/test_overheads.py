@@ -11,12 +11,14 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
+from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.solver.find_plan import search_plan as solve
 from planner.solver.problem.problem import Problem
 from tests.cost.test_overheads import on_cuda
+from tests.cost.test_weight_copies import tied
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force as every_plan
 from tests.solver.oracle import brute_force
@@ -118,3 +120,29 @@ def test_plans_without_replicas_are_found_where_others_lack_room_for_communicato
     plan = solve(model, cluster, schedule=schedule, microbatches=8, depth="published")
     assert plan.solver.cost_model_s == pytest.approx(expected.seconds)
     assert all(plan.memory_bytes(number) <= memory_mb * MB for number in range(len(plan.stages)))
+
+
+def test_copies_of_a_weight_fit_with_what_a_gpu_keeps_besides() -> None:
+    """A share of all that a GPU keeps grows with the copies, too."""
+    small = on_cuda(tied())
+    large = [
+        replace(
+            each,
+            weight_bytes=factor * each.weight_bytes,
+            optimizer_bytes=factor * (each.optimizer_bytes or 0),
+        )
+        # The copy is in the stage that holds most.
+        for each, factor in zip(small.layers, (200, 200, 600, 200), strict=True)
+    ]
+    model = replace(small, layers=tuple(large))
+
+    with_copies = 0
+    for memory_bytes in range(3000 * MB, 6000 * MB, 10 * MB):
+        cluster = flat_cluster(2, 1e12, memory_bytes=memory_bytes)
+        try:
+            plan = solve(model, cluster, schedule="1f1b-flush", microbatches=4)
+        except InfeasibleError:
+            continue
+        assert not any(map(plan.lacking_bytes, range(len(plan.stages)))), memory_bytes
+        with_copies += bool(plan.shared)
+    assert with_copies

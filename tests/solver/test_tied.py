@@ -14,8 +14,8 @@ import pytest
 import planner
 from planner.analysis.given_plan import price
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.price_with_copies import copies_fit
 from planner.cost.setting import Setting
-from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from planner.cost.candidate import StageOptions, candidates, whole_stage
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.price_with_copies import price_with_copies
 from planner.cost.setting import Setting
-from planner.cost.weight_copies import price_with_copies
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile

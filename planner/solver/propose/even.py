@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.weight_copies import counted_with_copies, price_with_copies
+from planner.cost.price_with_copies import price_with_copies
+from planner.cost.weight_copies import counted_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.formats.files import replace
 from planner.plan.shared_weights import trained_parameters
