@@ -46,12 +46,15 @@ class Level(GrownRecord):
             for name in ("bandwidth_bytes_per_s", "latency_s")
         }
         | {"sum_wait_share", "sum_wait_s", "rate_source", "one_ring_bandwidth_bytes_per_s"}
+        | {"all_reduce_between_bytes_per_s"}
     )
 
     size: Workers
     bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
     latency_s: Seconds = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
+    # slowest and fastest measurement of it, where they are far apart: something else was at work
+    all_reduce_between_bytes_per_s: tuple[BytesPerSecond, BytesPerSecond] | None = None
     # At most for one all-reduce, where several at once reach more: a ring enters and leaves a
     # server by one port, and other rings use the others.
     one_ring_bandwidth_bytes_per_s: BytesPerSecond | None = None
@@ -88,6 +91,10 @@ class Level(GrownRecord):
 
 
 RATES = tuple(name for name in Level.model_fields if name.endswith("bandwidth_bytes_per_s"))
+WAITS = (
+    "sum_wait_share",
+    *(name for name in Level.model_fields if name.endswith("_s") and not name.endswith("_per_s")),
+)
 
 
 class DeviceKind(GrownRecord):

@@ -11,9 +11,11 @@ BUDGET_S = 120.0
 
 FIRST_ROUNDS = 3  # in which TCP comes up to speed
 UNITS = 4  # layers of a small network with divided weights
-UNIT_TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
 SMALL_SUM_BYTES = 2**16
-SUM_TURNS = 8
+
+# Of several measurements of a number the median counts: what another process does for some seconds
+# disturbs one turn.
+TURNS = 3
 
 _LEAST_BYTES = 2**16
 _LEAST_LATENCY_ROUNDS = 10
@@ -22,7 +24,7 @@ _UNIT_EXCHANGES = 4  # one where gradients are divided, three where weights are,
 
 @dataclass(frozen=True)
 class Effort:
-    """What is sent to measure one level.
+    """What is sent to measure one level in each turn.
 
     Args:
         message_bytes: of a message between two workers.
@@ -31,7 +33,11 @@ class Effort:
         unit_bytes: of the smallest unit with divided weights.
         latency_rounds: short messages from which a latency is the median.
         least_rounds: long messages of a pair.
+        sum_rounds: of computations with and without all-reduces; what disturbs the one disturbs
+            the other.
+        unit_rounds: of units whose weights are whole and divided, after a first one.
         seconds: for the long messages of one set of pairs, and for the all-reduces of a level.
+        turns: how often all of it is done.
     """
 
     message_bytes: int = MESSAGE_BYTES
@@ -40,7 +46,27 @@ class Effort:
     unit_bytes: int = 2**18
     latency_rounds: int = 100
     least_rounds: int = 8
+    sum_rounds: int = 8
+    unit_rounds: int = 4
     seconds: float = 1.0
+    turns: int = 1
+
+    @property
+    def seconds_for_sizes(self) -> float:
+        """Seconds of exchanges from which the bytes of the largest one follow."""
+        return self.seconds * self.turns / 8
+
+    def in_turns(self, turns: int) -> "Effort":
+        """Return the effort of each turn where about as much is done in several."""
+        return replace(
+            self,
+            latency_rounds=-(-self.latency_rounds // turns),
+            least_rounds=-(-self.least_rounds // turns),
+            sum_rounds=-(-self.sum_rounds // turns),
+            unit_rounds=-(-self.unit_rounds // turns),
+            seconds=self.seconds / turns,
+            turns=turns,
+        )
 
     def scaled(self, share: float) -> "Effort":
         """Return the effort that takes about `share` of the time, but no less than says
@@ -83,7 +109,7 @@ class Pace:
     one_ring_size: int = 0
 
     def expected_s(self, effort: Effort) -> float:
-        """Return the seconds that measuring the level takes with this effort."""
+        """Return the seconds that a turn takes with this effort."""
         messages = FIRST_ROUNDS * effort.message_bytes * self.s_per_byte + max(
             effort.seconds, effort.least_rounds * effort.message_bytes * self.s_per_byte
         )
@@ -95,18 +121,18 @@ class Pace:
             moved = 2 * (self.one_ring_size - 1) / self.one_ring_size
             buckets_s += effort.seconds + 2 * effort.bucket_bytes * moved * self.s_per_byte
         sums_s = sum(
-            max(effort.seconds, SUM_TURNS * 2 * size_bytes * reduced_s_per_byte)
+            max(effort.seconds, effort.sum_rounds * 2 * size_bytes * reduced_s_per_byte)
             for size_bytes in (SMALL_SUM_BYTES, SMALL_SUM_BYTES, effort.sum_bytes)
         )
 
         if not self.unit_s_per_byte:
             return pairs_s + buckets_s + sums_s
         # A small unit and one of at least twice its size; an exchange is half an all-reduce.
-        most_bytes = min(effort.message_bytes // 2, effort.seconds / 8 / reduced_s_per_byte)
+        most_bytes = min(effort.message_bytes // 2, effort.seconds_for_sizes / reduced_s_per_byte)
         unit_bytes = effort.unit_bytes + max(2 * effort.unit_bytes, most_bytes)
-        repeats = (UNIT_TURNS + 1) * UNITS
+        repeats = (effort.unit_rounds + 1) * UNITS
         exchanged_s = repeats * _UNIT_EXCHANGES * unit_bytes * reduced_s_per_byte / 2
-        computed_s = (UNIT_TURNS + 1) * 3 * unit_bytes * self.unit_s_per_byte
+        computed_s = (effort.unit_rounds + 1) * 3 * unit_bytes * self.unit_s_per_byte
         return pairs_s + buckets_s + sums_s + exchanged_s + computed_s
 
 
@@ -114,14 +140,26 @@ def fitting_effort(effort: Effort, paces: Sequence[Pace], budget_s: float) -> tu
     """Return the largest effort up to `effort` with which all levels are measured in `budget_s`,
     and the seconds that it is expected to take.
 
-    The smallest effort may take longer than the budget.
+    It is spent in `TURNS` turns where that fits. On slower links it is one turn, because the first
+    messages of each take long, and what a link takes then hides what else is at work. The smallest
+    effort may take longer than the budget.
     """
-    expected_s = sum(pace.expected_s(effort) for pace in paces)
+    in_turns = effort.in_turns(TURNS)
+    expected_s = _all_s(in_turns, paces)
+    if expected_s <= budget_s:
+        return in_turns, expected_s
+
     # Latencies and computations do not shrink with the bytes, so one step may not be enough.
     share = 1.0
     fitting = effort
+    expected_s = _all_s(fitting, paces)
     while expected_s > budget_s and share > 0.01:
         share *= max(0.5, budget_s / expected_s)
         fitting = effort.scaled(share)
-        expected_s = sum(pace.expected_s(fitting) for pace in paces)
+        expected_s = _all_s(fitting, paces)
     return fitting, expected_s
+
+
+def _all_s(effort: Effort, paces: Sequence[Pace]) -> float:
+    """Return the seconds that all turns take on all levels."""
+    return effort.turns * sum(pace.expected_s(effort) for pace in paces)

@@ -6,7 +6,8 @@ hosts, all workers of a host exchange with those of the next one at once, becaus
 host's link. All-reduces are measured twice there: as many rings at once as a host has workers, and
 one ring over all workers, which enters and leaves each host once and may reach less of its link. A
 level is as fast as its slowest measurement. As in a pipeline, messages travel both
-ways at the same time, and follow one another without a pause.
+ways at the same time, and follow one another without a pause. All of it is done in several turns,
+of which the median counts.
 """
 
 import os
@@ -24,15 +25,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import InputError
-from planner.formats.cluster import CodecTime, Level
+from planner.formats.cluster import RATES, WAITS, CodecTime, Level
 from planner.formats.files import replace
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
 from planner.model.tensor.row_exchange import exchange_over, over_gloo
 from planner.profiler.links.effort import (
     FIRST_ROUNDS,
     SMALL_SUM_BYTES,
-    SUM_TURNS,
-    UNIT_TURNS,
     UNITS,
     Effort,
     Pace,
@@ -55,6 +54,8 @@ _SUMMED_BYTES = 2**22  # in a row: small sums are many, because what one of them
 # of products before a small sum: one and four milliseconds, after which more hardly add to the wait
 _PAIRS = 4, 12
 _UNIT_WIDTH, _UNIT_ROWS = 512, 1024  # of a small network with divided weights
+NOTABLE_SPREAD = 2.0  # of all-reduces in different turns; undisturbed ones are within a third
+_MEASURED = (*RATES, *WAITS)
 _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
 
@@ -148,8 +149,11 @@ class LevelMeasurement:
 
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""
-        levels = [self._level(group) for group in self._level_groups()]
-        return tuple(levels) if self._rank == 0 else ()
+        groups = self._level_groups()
+        turns = [[self._level(group) for group in groups] for _ in range(self._effort.turns)]
+        if self._rank != 0:
+            return ()
+        return tuple(typical_level(measured) for measured in zip(*turns, strict=True))
 
     def _level_groups(self) -> list[_Group]:
         """Return the members of each level, from the innermost one."""
@@ -359,13 +363,9 @@ class LevelMeasurement:
         # of those.
         usual = self._effort.sum_bytes if self._device.type == "cpu" else self._effort.message_bytes
         large = max(2 * small, usual)
+        summed_bytes = min(_SUMMED_BYTES, self._effort.seconds_for_sizes * reduced_per_s)
         (short_s, short_gap_s), (long_s, long_gap_s), (large_s, _) = (
-            self._added_s(
-                each,
-                max(2, int(min(_SUMMED_BYTES, self._effort.seconds / 8 * reduced_per_s) / each)),
-                pairs,
-                ring,
-            )
+            self._added_s(each, max(2, int(summed_bytes / each)), pairs, ring)
             for each, pairs in ((small, _PAIRS[0]), (small, _PAIRS[1]), (large, 1))
         )
         # than nothing, unless something disturbed the measurement
@@ -387,7 +387,7 @@ class LevelMeasurement:
         if not POSSIBLE:
             return level
         effort = self._effort
-        most = min(effort.message_bytes // 2, int(effort.seconds / 8 * reduced_per_s))
+        most = min(effort.message_bytes // 2, int(effort.seconds_for_sizes * reduced_per_s))
         sizes = (effort.unit_bytes, max(2 * effort.unit_bytes, most))
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
 
@@ -425,7 +425,7 @@ class LevelMeasurement:
                 whole.set_reshard_after_backward(again)
             nets.append(net)
         taken_s = [0.0] * len(nets)
-        for turn in range(UNIT_TURNS + 1):
+        for turn in range(self._effort.unit_rounds + 1):
             for number, net in enumerate(nets):
                 net.zero_grad()
                 self._wait_for_all()
@@ -433,7 +433,7 @@ class LevelMeasurement:
                 _run_unit(net)
                 # the first one prepares
                 taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)
-        return [self._slowest(each / (UNIT_TURNS * UNITS)) for each in taken_s]
+        return [self._slowest(each / (self._effort.unit_rounds * UNITS)) for each in taken_s]
 
     def _added_s(
         self, size: int, rounds: int, pairs: int, ring: dist.ProcessGroup
@@ -451,7 +451,7 @@ class LevelMeasurement:
             torch.zeros(size // 4 // 512, 512, device=self._device),
         )
         taken_s = {True: 0.0, False: 0.0}
-        for sums in (True, False) * SUM_TURNS:
+        for sums in (True, False) * self._effort.sum_rounds:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
@@ -460,7 +460,7 @@ class LevelMeasurement:
                 if sums:
                     dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
-            taken_s[sums] += (time.perf_counter() - start_s) / (SUM_TURNS * rounds)
+            taken_s[sums] += (time.perf_counter() - start_s) / (self._effort.sum_rounds * rounds)
         return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
@@ -498,6 +498,24 @@ class LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
+
+
+def typical_level(turns: Sequence[Level]) -> Level:
+    """Return the level of which each turn measured every number: their medians.
+
+    Where the all-reduces of one turn were `NOTABLE_SPREAD` times as fast as those of another, the
+    level says between which rates they were.
+    """
+    medians = {}
+    for name in _MEASURED:
+        values = [getattr(turn, name) for turn in turns]
+        if None not in values:
+            medians[name] = median(values)
+
+    reduced = [turn.all_reduce_bandwidth_bytes_per_s or 0.0 for turn in turns]
+    slowest, fastest = min(reduced), max(reduced)
+    seen = (slowest, fastest) if fastest > NOTABLE_SPREAD * slowest else None
+    return replace(turns[0], **medians, all_reduce_between_bytes_per_s=seen)
 
 
 def _unit_net(size_bytes: int) -> nn.Sequential:

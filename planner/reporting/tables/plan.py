@@ -320,6 +320,11 @@ def _level_words(level: Level) -> str:
         words += f" ({format_bandwidth(one_ring)} in one ring)"
     if level.latency_s:
         words += f" and {format_seconds(level.latency_s)} latency"
+    if level.all_reduce_between_bytes_per_s is not None:
+        slowest, fastest = map(format_bandwidth, level.all_reduce_between_bytes_per_s)
+        words += (
+            f" (all-reduces measured between {slowest} and {fastest}: something disturbed them)"
+        )
     return words
 
 

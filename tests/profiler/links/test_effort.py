@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.profiler.links.effort import Effort, Pace, fitting_effort
+from planner.formats import files as cluster_files
+from planner.formats.cluster import Cluster, Level
+from planner.profiler.links.effort import TURNS, Effort, Pace, fitting_effort
+from planner.profiler.links.levels import typical_level
+from planner.reporting.tables.plan import cluster_line
 
 FAST = Pace(size=2, turns=1, s_per_byte=1e-9, round_s=1e-4, unit_s_per_byte=1e-8)
 # Four hosts of four workers on links of 6 MB/s, whose processes share two cores.
@@ -15,7 +19,7 @@ SLOW = Pace(size=4, turns=3, s_per_byte=4 / 6e6, round_s=0.01, unit_s_per_byte=1
 
 def test_fast_links_are_measured_in_full() -> None:
     effort, expected_s = fitting_effort(Effort(), [FAST], budget_s=120)
-    assert effort == Effort()
+    assert effort == Effort().in_turns(TURNS)
     assert 2 < expected_s < 15
 
 
@@ -59,3 +63,32 @@ def test_many_hosts_have_less_time_for_each_pair() -> None:
     effort, expected_s = fitting_effort(Effort(), [many], budget_s=60)
     assert expected_s <= 60
     assert effort.seconds < 0.3
+
+
+def test_one_disturbed_turn_changes_nothing() -> None:
+    """In the second turn another process had the cores: all-reduces at a quarter of their rate."""
+    quiet = Level(
+        size=2,
+        bandwidth_bytes_per_s=2e9,
+        latency_s=1e-4,
+        all_reduce_bandwidth_bytes_per_s=1.2e9,
+        sum_bandwidth_bytes_per_s=1e9,
+        sum_latency_s=2e-4,
+        sum_wait_share=0.1,
+        sum_wait_s=1e-3,
+        rate_source="measured",
+    )
+    disturbed = quiet.times_as_fast(0.25)
+    disturbed = cluster_files.replace(disturbed, latency_s=5e-3, sum_wait_share=0.9)
+    level = typical_level([quiet, disturbed, quiet])
+    assert level.all_reduce_between_bytes_per_s == (0.3e9, 1.2e9)
+    assert cluster_files.replace(level, all_reduce_between_bytes_per_s=None) == quiet
+
+    told = cluster_line(Cluster(levels=(level,)))
+    assert "all-reduces measured between 2.4 Gbps and 9.6 Gbps: something disturbed" in told
+
+
+def test_turns_that_agree_are_no_news() -> None:
+    first = Level(size=2, bandwidth_bytes_per_s=2e9, all_reduce_bandwidth_bytes_per_s=1.2e9)
+    turns = [first.times_as_fast(share) for share in (0.8, 1.0, 1.1)]
+    assert typical_level(turns) == first
