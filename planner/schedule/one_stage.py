@@ -90,7 +90,8 @@ class DoubleBuffered(Schedule):
         """See base class."""
         replicas = shape.ranks[stage]
         assert len(replicas) <= shape.microbatches
-        mine = range(replicas.index(rank), shape.microbatches * minibatches, len(replicas))
+        first = shape.replica_of(stage, rank)
+        mine = range(first, shape.microbatches * minibatches, len(replicas))
         for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
             unit = Unit(*divmod(mine[index], shape.microbatches))
             if is_forward:
@@ -137,7 +138,7 @@ class OneForwardOneBackward(Schedule):
         """See base class."""
         replicas = shape.ranks[stage]
         per_round = shape.minibatches_per_update(stage)
-        mine = range(replicas.index(rank), minibatches, len(replicas))
+        mine = range(shape.replica_of(stage, rank), minibatches, len(replicas))
         for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
             if is_forward:
                 yield from forward(shape, stage, Unit(mine[index]))

@@ -60,7 +60,7 @@ def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Ite
 
 def add_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
     """Yield what adds up the gradients of weights that stages share, in a round."""
-    number = shape.ranks[stage].index(rank)
+    number = shape.replica_of(stage, rank)
     peers = shape.sharers(stage)
     for peer in peers:
         yield do.ReceiveShared(

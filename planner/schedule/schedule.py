@@ -232,9 +232,18 @@ class PipelineShape:
         """Stages on workers of their own; those beyond are further chunks of the same workers."""
         return len(set(self.ranks))
 
+    def replica_of(self, stage: int, rank: int) -> int:
+        """Return which replica of a stage a rank is."""
+        return self._replicas[stage][rank]
+
+    @cached_property
+    def _replicas(self) -> tuple[dict[int, int], ...]:
+        # So that a stage of thousands of replicas is not searched for each of them.
+        return tuple({rank: n for n, rank in enumerate(ranks)} for ranks in self.ranks)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank runs."""
-        return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
+        return tuple(stage for stage, replicas in enumerate(self._replicas) if rank in replicas)
 
     @cached_property
     def _by_end(self) -> dict[tuple[str, int], list[Channel]]:
@@ -306,7 +315,7 @@ class PipelineShape:
         # Turns grow by one with the microbatch.
         first = self.schedule.turn(self, Unit(minibatch, 0))
         period = len(self.ranks[stage])
-        begin = (self.ranks[stage].index(rank) - first) % period
+        begin = (self.replica_of(stage, rank) - first) % period
         return Units(minibatch, range(begin, self.microbatches, period))
 
     def shortened(self, least: int) -> PipelineShape:
@@ -370,5 +379,5 @@ def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Ite
     """Yield all instructions of worker `rank`, one of whose stages is `stage`, in the order it runs
     them; lazily.
     """
-    assert rank in shape.ranks[stage]
+    shape.replica_of(stage, rank)  # raises KeyError for a worker that does not run the stage
     yield from shape.schedule.stream(shape, stage, rank, minibatches)

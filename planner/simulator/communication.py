@@ -11,7 +11,7 @@ once each way, those of every group that it passes through.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,14 +55,16 @@ class ClusterLinks:
             self.topology.latency_s[level]
         )
 
-    def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
-        """Return the links that an all-reduce crosses, and its latency."""
+    def ring(self, ranks: Sequence[int], members: Collection[int]) -> tuple[LinkPath, float]:
+        """Return the links of some members that an all-reduce over `ranks` crosses, and its
+        latency.
+        """
         span = self.topology.span(ranks)
         link = self.topology.link(span, ranks)
         links = dict.fromkeys(
             self._link(number, rank, sends)
             for number in range(span + 1)
-            for rank in ranks
+            for rank in members
             for sends in (True, False)
         )
         return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
@@ -176,12 +178,14 @@ class Communication:
         costs: PipelineCosts,
         on_arrival: Callable[[int, Send, float, float], None],
         on_round: Callable[[Collective, Round], None],
+        workers: Collection[int] | None = None,
     ) -> None:
         self.network = FairNetwork()
         self.links = ClusterLinks(costs.cluster)
         self._costs = costs
         self._on_arrival = on_arrival
         self._on_round = on_round
+        self._workers = workers  # that take part, for all others; None: each for itself
         # whether all receives are open from the beginning, as in every minibatch but the first
         self.posted = False
         # By the sender's rank and stage, the receiver's rank and stage, and whether of shared
@@ -194,7 +198,8 @@ class Communication:
         if (stage, gathers) not in self._collectives:
             ranks = self._costs.shape.ranks[stage]
             costs = self._costs.stages[stage]
-            path, latency_s = self.links.ring(ranks)
+            members = [rank for rank in ranks if self._workers is None or rank in self._workers]
+            path, latency_s = self.links.ring(ranks, members)
             moved_bytes = (
                 2
                 * (len(ranks) - 1)
@@ -203,7 +208,7 @@ class Communication:
             )
             queue = _Queue(path, latency_s / (1 + costs.sharded))
             self._collectives[stage, gathers] = Collective(
-                stage, gathers, dict.fromkeys(ranks, 0), moved_bytes, queue
+                stage, gathers, dict.fromkeys(members, 0), moved_bytes, queue
             )
         return self._collectives[stage, gathers]
 

@@ -9,7 +9,7 @@ gathered.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, get_args
@@ -60,8 +60,15 @@ class Completions:
 
 
 class Simulation:
-    """One run of a pipeline. `events` is filled if it is a list; it ends early once `late`
-    says so.
+    """One run of a pipeline.
+
+    Args:
+        costs: of the pipeline.
+        minibatches: to run.
+        events: filled if it is a list.
+        late: ends the run early once it says so.
+        workers: ranks to run, where each of the others does the same as one of these at the same
+            time; all if None.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class Simulation:
         minibatches: int,
         events: list[Event] | None = None,
         late: Callable[[], bool] | None = None,
+        workers: Collection[int] | None = None,
     ) -> None:
         self._late = late
         self.shape = costs.shape
@@ -77,7 +85,7 @@ class Simulation:
         self.events = events
         self._overlap = costs.cluster.overlap
         self._costs_of = costs.stage
-        self.communication = Communication(costs, self._arrive, self._finish_round)
+        self.communication = Communication(costs, self._arrive, self._finish_round, workers)
         self.completed = Completions(
             self.shape, [[] for _ in costs.stages], [[] for _ in costs.stages]
         )
@@ -85,6 +93,7 @@ class Simulation:
         self._streams: dict[int, Iterator[Instruction]] = {
             rank: stream(self.shape, stage, rank, minibatches)
             for rank, stage in self.shape.first_stages.items()
+            if workers is None or rank in workers
         }
         self._next: dict[int, Instruction | None] = {
             rank: next(s, None) for rank, s in self._streams.items()

@@ -12,7 +12,7 @@ has.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from planner.formats.files import replace
 from planner.schedule.schedule import PipelineShape
@@ -107,11 +107,24 @@ def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> Simul
     shape = costs.shape
     depths = tuple(shape.in_flight(stage) for stage in range(len(shape.ranks)))
     shape = replace(shape, microbatches=microbatches, depths=depths)
-    simulation = Simulation(replace(costs, shape=shape), 1)
+    costs = replace(costs, shape=shape)
+    simulation = Simulation(costs, 1, workers=unlike_replicas(costs))
     simulation.communication.posted = True
     if simulation.run(lambda: stop(simulation.executed)) == "ended":
         return None
     return simulation
+
+
+def unlike_replicas(costs: PipelineCosts) -> Collection[int] | None:
+    """Return one replica for each number of microbatches that those of a single stage run; None
+    where replicas differ in more.
+
+    Replicas of a single stage wait for nobody before their all-reduce.
+    """
+    shape = costs.shape
+    if len(shape.ranks) > 1 or costs.stages[0].exchanged is not None:
+        return None
+    return {len(shape.units_of(0, rank, 0)): rank for rank in shape.ranks[0]}.values()
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:
