@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in write_pages(read_stated()):
             print(path)
         return 0
+    # Where a container sets it, each process compiles the package anew, as no user's does.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     print(f"{environment()}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     unit_s, found, failed, skipped = yardstick(), dict[str, float](), list[str](), list[str]()
     for name in arguments.only:
