@@ -115,11 +115,7 @@ def _weights_read(graph: LayerGraph, nodes: Sequence[fx.Node]) -> dict[fx.Node, 
         if name is not None and name.endswith(".weight"):
             readers.setdefault(name, []).append(node)
 
-    return {
-        node: _Weight(name, uses[name], own)
-        for name, own in readers.items()
-        for node in own
-    }
+    return {node: _Weight(name, uses[name], own) for name, own in readers.items() for node in own}
 
 
 def _embedding_style(weight: _Weight) -> str | None:
