@@ -74,3 +74,11 @@ def _no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that tests start
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs that this process launches fork their workers: see `tests.executor.warm_start`."""
+    from tests.executor.warm_start import start_workers
+
+    monkeypatch.setattr("planner.workers.launch.start_workers", start_workers)
