@@ -67,6 +67,7 @@ class HostStream:
         return
 
     def record_event(self) -> Event:
+        """Return an event that is recorded now: on a CPU nothing is left to wait for."""
         event = HostEvent()
         event.record()
         return event

@@ -32,6 +32,7 @@ class PrintableFormatter(logging.Formatter):
     """A formatter of log messages that leaves no control character in them."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record's text without characters that control a terminal."""
         message = printable(record.getMessage())
         return super().format(logging.makeLogRecord({**vars(record), "msg": message, "args": None}))
 
@@ -43,17 +44,20 @@ class ProgressLine:
         self._width = 0
 
     def show(self, text: str) -> None:
+        """Replace the line."""
         text = printable(text)
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)
 
     def keep(self) -> None:
+        """Leave the line where it is, and go on below it."""
         if self._width:
             sys.stderr.write("\n")
         self._width = 0
 
     def clear(self) -> None:
+        """Remove the line."""
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

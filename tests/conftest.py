@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 _LEFT_OUT = pytest.StashKey[int]()
+# pytest-xdist hands out files in the order in which they were collected. These mostly wait for
+# processes: at the end they would leave cores idle, and beside searches they do not.
+_FIRST = ("tests/executor/", "tests/workers/", "tests/cli/")
 
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a
 # file.
@@ -26,9 +29,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep every n-th case of tests that are marked `sampled(n)`, or all where the environment has
-    ALL_EXAMPLES.
+    """Order the files, and keep every n-th case of tests that are marked `sampled(n)`, or all where
+    the environment has ALL_EXAMPLES.
     """
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
     if os.environ.get("ALL_EXAMPLES") or any("::" in argument for argument in config.args):
         return
     seen: Counter[str] = Counter()
@@ -73,3 +77,11 @@ def _no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that tests start
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs that this process launches fork their workers: see `tests.executor.warm_start`."""
+    from tests.executor.warm_start import start_workers
+
+    monkeypatch.setattr("planner.workers.launch.start_workers", start_workers)

@@ -7,18 +7,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import venv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.headlines.numbers import Number
 from benchmarks.kept import ROOT
+from benchmarks.processes import plan, run
 
 VGG16 = ROOT / "profiles" / "vgg16" / "cpu.json"
 LIMIT_S = 5.0
@@ -52,51 +51,6 @@ QUICKSTARTS = 3  # one run alone was 8% off, the next 23%
 
 class NotHereError(Exception):
     """A part that cannot run here, with the reason."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """What a command took: wall seconds, processor seconds with its children, and its largest
-    process in bytes.
-    """
-
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
-    out: str
-
-
-def run(
-    command: Sequence[str | Path], folder: Path | None = None, codes: Sequence[int] = (0,)
-) -> Process:
-    """Run a command to its end.
-
-    Raises:
-        RuntimeError: with what it wrote, where it ends with another code than `codes`.
-    """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        began = time.perf_counter()
-        child = subprocess.Popen([*map(str, command)], cwd=folder or ROOT, stdout=out, stderr=err)
-        _, status, used = os.wait4(child.pid, 0)
-        wall_s = time.perf_counter() - began
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        err.seek(0)
-        if child.returncode not in codes:
-            raise RuntimeError(
-                f"{' '.join(map(str, command))} ended with {child.returncode}: "
-                f"{err.read().decode()}"
-            )
-        return Process(
-            wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode()
-        )
-
-
-def plan(
-    *arguments: str | Path, folder: Path | None = None, codes: Sequence[int] = (0,)
-) -> Process:
-    """Run `plan` with these arguments, as a user does."""
-    return run([sys.executable, "-m", "planner", *arguments], folder, codes)
 
 
 def searches() -> dict[str, float]:

@@ -190,16 +190,21 @@ def _leave_stdout() -> None:
 
 
 def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
+    """Return the error about arguments that a verb does not know, with what may have been meant."""
     verbs = next(iter(parser._subparsers._group_actions)).choices  # type: ignore[union-attr]
     options = {name: list(each._option_string_actions) for name, each in dict(verbs or {}).items()}
-    given = unknown[0].partition("=")[0]
-    others = [f"`plan {name}`" for name, names in options.items() if given in names]
-    hint = meaning_here(given)
-    if given.startswith("--") and not hint:
-        hint = did_you_mean(given[2:], options[verb])
-    hint += f"{given} is an option of {', '.join(others)}; " if others else ""
+
+    flag = unknown[0].partition("=")[0]
+    hint = meaning_here(flag)
+    if flag.startswith("--") and not hint:
+        hint = did_you_mean(flag[2:], options[verb])
+    others = [f"`plan {name}`" for name, flags in options.items() if flag in flags]
+    if others:
+        hint += f"{flag} is an option of {', '.join(others)}; "
+
     return InputError(
-        f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help"
+        f"`plan {verb}` does not know {' '.join(unknown)}",
+        hint=f"{hint}see: plan {verb} --help",
     )
 
 

@@ -181,10 +181,14 @@ class _Unit(NamedTuple):
         entering = tuple(sorted(layer_costs.entering(frozenset(layers))))
         sizes = tuple(layer_costs.traffic[value].output_bytes for value in entering)
 
-        saved = np.array([layer.saved_bytes for layer in own], dtype=float)
-        gradients = np.array([layer.gradient_bytes for layer in own], dtype=float)
-        workspaces = np.array([layer.workspace_bytes for layer in own], dtype=float)
+        def bytes_of(name: str) -> Floats:
+            return np.array([getattr(layer, name) for layer in own], dtype=float)
+
+        saved = bytes_of("saved_bytes")
+        gradients = bytes_of("gradient_bytes")
+        workspaces = bytes_of("workspace_bytes")
         at_work = np.cumsum(saved) + workspaces
+
         # A digest, because a chain of many layers without blocks has a unit for each pair of ends.
         held = saved.tobytes() + gradients.tobytes() + workspaces.tobytes()
         return cls(
@@ -267,31 +271,41 @@ class _Stage:
         return len({self._units[number].costs for number in equal}) > 1
 
     def _by_seconds_per_byte(self) -> _Flags:
-        entering = self._entering(np.eye(len(self._units), dtype=bool)).diagonal()
-        gained = self._saved - entering
-        with np.errstate(divide="ignore", invalid="ignore"):
-            price = np.where(gained > 0, self._forward_s / gained, np.inf)
-        useful = [number for number in np.argsort(price, kind="stable") if gained[number] > 0]
+        """Return choices that recompute ever more units, those first that free most bytes per
+        second.
+        """
+        alone = np.eye(len(self._units), dtype=bool)
+        gained = self._saved - self._entering(alone).diagonal()
+        useful = np.flatnonzero(gained > 0)
+        price = self._forward_s[useful] / gained[useful]
+        by_price = useful[np.argsort(price, kind="stable")]
+
         tried = np.zeros((len(useful) + 1, len(self._units)), dtype=bool)
-        for row, number in enumerate(useful):
-            tried[row + 1 :, number] = True
+        for row, number in enumerate(by_price, 1):
+            tried[row:, number] = True
         return tried
 
     def _made(self, again: _Flags) -> Choices:
+        """Return choices of units that recompute, with their costs: (choices, units)."""
         entering = self._entering(again)
         kept = np.where(again, entering, self._saved)
         saved = kept.sum(axis=1)
+
         if self._costs.at_work is None:
-            working = accumulating = np.max(np.where(again, self._saved, 0.0), axis=1)
+            working = np.max(np.where(again, self._saved, 0.0), axis=1)
+            accumulating = working
         else:
+            # What earlier units keep is there while a unit runs, less the gradients to come.
             before = np.cumsum(kept, axis=1) - kept + entering
             missing = np.cumsum(self._gradients) - self._gradients
             working = np.max(before + self._peaks - missing, axis=1) - saved
             accumulating = np.max(before + self._accumulating, axis=1) - saved
+
         nothing = np.zeros(len(again), dtype=bool)
         return Choices(again @ self._forward_s, saved, working, accumulating, again, nothing, ())
 
     def _whole(self, others: Choices) -> Choices:
+        """Return the choice that keeps nothing but what arrives from other stages."""
         saved = others.saved_bytes[:1]
         return Choices(
             self._forward_s.sum(keepdims=True),

@@ -70,6 +70,7 @@ class VGG16(nn.Module):
             scores.weight *= 0.1
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the scores, (batch, classes), of images (batch, 3, height, width)."""
         scores: Tensor = self.classifier(self.features(images).flatten(1))
         return scores
 

@@ -28,6 +28,7 @@ class _Pickler(pickle.Pickler):
     """Refuses what only this process knows, which pickle would name all the same."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Refuse functions and classes of this session; see `pickle.Pickler`."""
         if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
             raise InputError(
                 f"{value.__qualname__} is defined in this session, and workers are processes of "

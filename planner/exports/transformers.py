@@ -108,6 +108,7 @@ def target_of(plan: Plan, system: str) -> Target:
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
+    """Return the names of shared weights by the stages that hold them, both ascending."""
     holders: dict[str, set[int]] = {}
     for shared in plan.shared:
         for name in shared.weights:

@@ -168,12 +168,14 @@ class Cluster(Shown, GrownRecord):
         )
 
     def kind_of(self, rank: int) -> DeviceKind:
+        """Return the kind of the device of this rank."""
         return next(
             kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks
         )
 
     @property
     def kind_ranks(self) -> tuple[range, ...]:
+        """The ranks of each kind's devices."""
         ends = list(accumulate((kind.count for kind in self.kinds), initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
@@ -287,6 +289,7 @@ class Cluster(Shown, GrownRecord):
 
     @property
     def slowest_bandwidth_bytes_per_s(self) -> float:
+        """Bytes per second of the slowest link that joins devices of the cluster."""
         return min(
             self.levels[number].bandwidth_bytes_per_s * self.slowest_link_ratio(number)
             for number in self.joined_numbers

@@ -42,6 +42,7 @@ class OwnStage(Record, ShardedReplicas, DividedLayers):
 
     @property
     def level(self) -> int:
+        """The sharding level: 0 where nothing is sharded."""
         if self.sharded:
             return self.sharding_level
         return 0

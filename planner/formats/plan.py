@@ -178,6 +178,7 @@ class Plan(Shown, GrownRecord):
 
     @property
     def minibatch_size(self) -> int | None:
+        """Samples of a minibatch; None where the profile does not say how many a microbatch has."""
         if self.microbatch_size is None:
             return None
         return self.microbatch_size * self.microbatches

@@ -346,6 +346,7 @@ class Fit(Record):
 
     @property
     def kind(self) -> Literal["constant", "linear", "quadratic"]:
+        """How the cost grows with the lengths, by the highest power that it has."""
         lengths = (isqrt(8 * len(self.shares) + 1) - 3) // 2
         if any(self.shares[1 + lengths :]):
             return "quadratic"

@@ -91,6 +91,7 @@ class Events(_Columns):
 
     @classmethod
     def of(cls, rows: Iterable[Event]) -> "Events":
+        """Return the rows as columns, in the order of their starts."""
         ordered = sorted(rows, key=lambda event: (event.start_s, event.rank, event.end_s))
         columns = zip(*ordered, strict=True) if ordered else ((),) * len(Event._fields)
         fields: dict[str, Any] = dict(zip(Event._fields, columns, strict=True))

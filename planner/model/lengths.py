@@ -93,11 +93,13 @@ class Varying:
         places.
         """
         least, before = self.examples[0]
-        slopes = np.array(list(self.slopes.values()))[:, [place in sizes for place in self.places]]
-        longer = [sizes[place] - before[place] for place in self.places if place in sizes]
-        found = np.linalg.lstsq(slopes.T, longer, rcond=None)[0].tolist()
+        known = [number for number, place in enumerate(self.places) if place in sizes]
+        longer = [sizes[self.places[number]] - before[self.places[number]] for number in known]
+
+        slopes = np.array(list(self.slopes.values()))[:, known]
+        more = np.linalg.lstsq(slopes.T, longer, rcond=None)[0].tolist()
         return tuple(
-            least[name] + round(more) for name, more in zip(self.slopes, found, strict=True)
+            least[name] + round(each) for name, each in zip(self.slopes, more, strict=True)
         )
 
 

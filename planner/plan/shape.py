@@ -12,6 +12,7 @@ from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 
 def shape_of(plan: Plan) -> PipelineShape:
+    """Return what a schedule asks of a plan: its ranks, channels and depths, without times."""
     return PipelineShape(
         ranks=tuple(stage.ranks for stage in plan.stages),
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in plan.transfers),
@@ -100,6 +101,7 @@ def check_versions(
 
 
 def deadlock(plan: Plan) -> PlanError:
+    """Return the error of a plan whose depths make its stages wait for each other."""
     depths = [stage.in_flight for stage in plan.stages]
     return PlanError(
         f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed "

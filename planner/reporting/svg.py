@@ -166,30 +166,46 @@ def _begun_s(run: Timeline) -> dict[int, float]:
 
 
 def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
-    x, y = corner
+    """Draw an event as a box, with its name where there is room."""
     name = run.name_of(event)
     colour = COLOURS[event.kind]
-    title = (
-        f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to "
-        f"{format_seconds(event.end_s)}"
-    )
-    drawn = box(corner, (max(width - 0.5, 0.3), _HEIGHTS[event.lane]), colour, title)
+
+    start = format_seconds(event.start_s)
+    end = format_seconds(event.end_s)
+    title = f"{name}: {TEXTS[event.kind]}, {start} to {end}"
+    size = (max(width - 0.5, 0.3), _HEIGHTS[event.lane])
+    drawn = box(corner, size, colour, title)
+
     fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
     if not fits:
         return drawn
+    x, y = corner
     return drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
 
 
 def _axis(first: float, last: float, bottom: float) -> Iterator[str]:
+    """Draw vertical lines at round times, each with its time above."""
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    least = _TICK / scale
-    size = 10.0 ** math.floor(math.log10(least))
-    step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= least * (1 - 1e-9))
-    for number in range(math.ceil(first / step), int(last / step) + 1):
+    step = _round_step(_TICK / scale)
+    begin = math.ceil(first / step)
+    end = int(last / step)
+
+    for number in range(begin, end + 1):
         x = LEFT + (number * step - first) * scale
         yield line((x, TOP - 6), (x, bottom), "#dddddd")
-        if x < WIDTH - 30:
+
+        has_room = x < WIDTH - 30
+        if has_room:
             yield text(x, TOP - 9, format_seconds(number * step), Font(11, "middle"))
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is no less."""
+    size = 10.0 ** math.floor(math.log10(least))
+    for factor in (1, 2, 5):
+        if factor * size >= least * (1 - 1e-9):
+            return factor * size
+    return 10 * size
 
 
 @dataclass(frozen=True)

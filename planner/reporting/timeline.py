@@ -90,14 +90,18 @@ def rows_of(runs: Sequence[Timeline], workers: Sequence[int]) -> dict[int, list[
     """Arrange the events of each of these workers in rows from top to bottom, those of the first
     run above.
     """
-    found: dict[int, list[Row]] = {rank: [] for rank in workers}
+    shown: dict[int, list[Row]] = {rank: [] for rank in workers}
     for number, run in enumerate(runs):
+        events = (event for event in run.events.rows() if event.rank in shown)
         rows: dict[tuple[int, int, int], list[Event]] = {}
-        for event, row in side_by_side(event for event in run.events.rows() if event.rank in found):
-            rows.setdefault((event.rank, LANE_ORDER.index(event.lane), row), []).append(event)
-        for (rank, lane, _), events in sorted(rows.items(), key=lambda item: item[0]):
-            found[rank].append(Row(number, LANE_ORDER[lane], events))
-    return found
+        for event, row in side_by_side(events):
+            place = (event.rank, LANE_ORDER.index(event.lane), row)
+            rows.setdefault(place, []).append(event)
+
+        for place in sorted(rows):
+            rank, lane, _ = place
+            shown[rank].append(Row(number, LANE_ORDER[lane], rows[place]))
+    return shown
 
 
 def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:

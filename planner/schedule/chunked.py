@@ -1,7 +1,7 @@
 """Schedules under which a worker has several stages, the chunks of the model that it holds."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -83,15 +83,21 @@ class Chunked(Synchronous):
         yield from finish_minibatch(shape, own[::-1], rank, minibatch)
 
 
+# Units in flight that a piece of work adds to its stage's.
+_ADDED: Mapping[Work, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tuple[int, ...]:
+    """Return the most units in flight of each stage."""
     most = [0] * (workers * chunks)
     for position in range(workers):
+        stages = schedule.own_stages(position, workers, chunks)
         flying = [0] * chunks
-        own = schedule.own_stages(position, workers, chunks)
         for work, chunk, _ in schedule.order(workers, chunks, position, units):
-            flying[chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[work]
-            most[own[chunk]] = max(most[own[chunk]], flying[chunk])
+            flying[chunk] += _ADDED[work]
+            stage = stages[chunk]
+            most[stage] = max(most[stage], flying[chunk])
     return tuple(most)
 
 

@@ -89,6 +89,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> None:
+        """Stop looking, and wait until the thread has ended."""
         self._stopped.set()
         self._thread.join()
 

@@ -26,18 +26,23 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
     held: Counter[int] = Counter()
     changes: defaultdict[int, list[_Change]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
-        memory = stage.memory
-        idle_bytes = memory.total_bytes - memory.activations_bytes
-        version_bytes = 0  # of each version of stashed weights
+        version_bytes = _version_bytes(plan, stage)
+        idle_bytes = stage.memory.total_bytes - stage.memory.activations_bytes
         if plan.schedule.stashes:
-            version_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
-            idle_bytes -= memory.weights_bytes - version_bytes
+            idle_bytes -= stage.memory.weights_bytes - version_bytes
 
         for rank in stage.ranks:
             held[rank] += idle_bytes
             changes[rank] += _changes(stage, version_bytes, computed[rank, number])
 
     return tuple(_curve(plan, rank, held[rank], changes[rank]) for rank in sorted(held))
+
+
+def _version_bytes(plan: Plan, stage: Stage) -> int:
+    """Return the bytes of each version of stashed weights; 0 where there is but one."""
+    if not plan.schedule.stashes:
+        return 0
+    return stage.memory.weights_bytes // plan.schedule.versions(stage.in_flight)
 
 
 def _changes(stage: Stage, version_bytes: int, events: Iterable[Event]) -> Iterator[_Change]:

@@ -48,6 +48,7 @@ class RecomputedLayers(Recomputes):
 
     @property
     def recompute_groups(self) -> NamedGroups:
+        """The groups of layers that recompute: of all layers where `recompute` is True."""
         if isinstance(self.recompute, bool):
             if not self.recompute:
                 return ()

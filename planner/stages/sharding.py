@@ -200,6 +200,7 @@ class PossibleSharding(NamedTuple):
 
     @property
     def levels(self) -> tuple[int, ...]:
+        """The sharding levels that the rules allow, ascending."""
         if not self.optimizer:
             return (_NOTHING,)
         plain = (_OPTIMIZER,) if self.always else (_NOTHING, _OPTIMIZER)

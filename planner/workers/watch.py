@@ -61,6 +61,7 @@ class _Seen:
     written_s: float  # when the newest page was new
 
     def has_moved(self, page: Page, now_s: float) -> bool:
+        """Return whether a worker has done anything since the page before: a beat, or computing."""
         beat = page.beat
         old = self.before.beat
         if (beat.beats, beat.device) != (old.beats, old.device):

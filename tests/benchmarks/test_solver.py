@@ -9,9 +9,8 @@ import random
 import pytest
 
 from benchmarks.published.cost_models import solve_published
-from benchmarks.speed.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
-from benchmarks.speed.optimizer.published import ChainLayer, best_time_s
-from planner.cost.layer_costs import LayerCosts
+from benchmarks.published.published_optimizer import ChainLayer, best_time_s
+from benchmarks.speed.graphs import chain, nasnet_like
 from tests.samples import layer, profile
 
 
@@ -19,10 +18,6 @@ def test_the_graphs_have_the_sizes_of_their_models() -> None:
     assert 1_150 < len(nasnet_like().layers) < 1_350
     assert len(chain(37).layers) == 37
     assert chain(37) == chain(37)
-    longest_skip = max(max(t.users) - t.producer for t in LayerCosts(unet_like()).traffic)
-    assert longest_skip > len(unet_like().layers) / 2
-    most_used = max(len(t.users) for t in LayerCosts(encoder_decoder_like(layers=6)).traffic)
-    assert most_used >= 6  # every layer of the decoder reads the encoder's output
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -22,7 +22,6 @@ from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan, simulated_s
-from benchmarks.testbed.ranking import different_plans, kendall_tau, stages_of
 from planner.executor.stage.split_backward import input_gradients
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
@@ -104,18 +103,6 @@ def test_an_all_reduce_slows_messages_on_its_links_without_stopping_them() -> No
     assert simulated_s(plan) >= plan.predicted.bottleneck.busy_s * 0.999
     assert plan.solver.cost_model_s is not None
     assert simulated_s(plan) < 1.5 * plan.solver.cost_model_s
-
-
-def test_plans_to_rank_are_different_and_the_solvers_is_first() -> None:
-    plans = different_plans(CHAIN, flat_cluster(4, 1e6), 10)
-    assert len({stages_of(plan) for plan in plans}) == len(plans) == 10
-    assert plans[0].solver.name != "given"
-
-
-def test_kendall_tau() -> None:
-    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
-    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
-    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
 
 
 @pytest.mark.usefixtures("namespaces")

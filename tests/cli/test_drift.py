@@ -12,6 +12,8 @@ from planner.formats.cluster import flat_cluster
 from tests.cli.in_process import plan
 from tests.executor.sleeping import sleeping_plan, sleeping_profile, slow_down, write_sleeping
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from planner.cli.solve import complaints
 from planner.formats.plan import load_plan
 from planner.formats.profile import load_profile
 from tests.cli.in_process import plan
+
+pytestmark = pytest.mark.usefixtures("warm_start")
 
 MODEL = """
 import torch

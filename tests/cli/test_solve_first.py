@@ -12,6 +12,8 @@ from planner.formats.profile import load_profile
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

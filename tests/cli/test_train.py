@@ -16,12 +16,15 @@ import pytest
 import torch
 
 from planner.formats.plan import load_plan, save_plan
+from planner.formats.timeline import Timeline
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
 from tests.campaigns.kills.workers import minibatch_of, store_of, workers_of
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+
+pytestmark = pytest.mark.usefixtures("warm_start")
 
 TIMEOUT_S = 120
 
@@ -55,16 +58,13 @@ def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *p
     assert process.stdout == ""
 
 
-def test_a_run_reports_prediction_and_measurement(folder: Path) -> None:
+def test_a_run_reports_prediction_and_measurement_and_traces_the_last_minibatches(
+    folder: Path,
+) -> None:
     process = plan_train(
         folder,
-        "model.py",
-        "--steps",
-        "40",
-        "--deterministic",
-        "--save-weights",
-        "weights.pt",
-        "--json",
+        *("model.py", "--steps", "40", "--deterministic", "--json"),
+        *("--save-weights", "weights.pt", "--trace", "run.json", "--trace-minibatches", "4"),
     )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
@@ -78,20 +78,13 @@ def test_a_run_reports_prediction_and_measurement(folder: Path) -> None:
     assert result["random_data"] is True
     model = load_model_file(str(folder / "model.py")).build_model()
     model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    check_trace(load_run(folder / "run.json"), range(36, 40))
 
 
-def test_the_table_for_people_says_that_random_data_means_nothing(folder: Path) -> None:
-    process = plan_train(folder, "model.py", "--steps", "20")
-    assert process.returncode == 0, process.stderr
-    assert "samples/s in steady state" in process.stdout
-    assert "cpu, messages over gloo" in process.stdout
-    assert "predicted" in process.stdout
-    assert "the model file has no dataset()" in process.stdout
-    assert process.stderr == "", "no progress where stderr is no terminal"
-
-
-def test_checks_of_every_collective_are_worth_a_warning(folder: Path) -> None:
-    command = [sys.executable, "-m", "planner", "train", "model.py", "--steps", "4"]
+def test_the_table_is_for_people_and_checks_of_every_collective_are_worth_a_warning(
+    folder: Path,
+) -> None:
+    command = [sys.executable, "-m", "planner", "train", "model.py", "--steps", "20"]
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(Path.cwd())}
     process = subprocess.run(
         command,
@@ -103,7 +96,13 @@ def test_checks_of_every_collective_are_worth_a_warning(folder: Path) -> None:
         cwd=folder,
     )
     assert process.returncode == 0, process.stderr
+    assert "samples/s in steady state" in process.stdout
+    assert "cpu, messages over gloo" in process.stdout
+    assert "predicted" in process.stdout
+    assert "the model file has no dataset()" in process.stdout
     assert process.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first") == 1
+    told = [line for line in process.stderr.splitlines() if line.startswith("minibatch ")]
+    assert not told, "no progress where stderr is no terminal"
 
 
 def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> None:
@@ -295,7 +294,8 @@ def test_workers_end_with_a_killed_launcher(folder: Path) -> None:
     assert not any(is_alive(worker) for worker in workers)
 
 
-def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
+@pytest.mark.slow
+def test_an_interrupted_run_without_checkpoints_says_what_would_have_saved_it(folder: Path) -> None:
     process, workers = start_long_run(folder)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -308,14 +308,17 @@ def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
     assert not any(is_alive(worker) for worker in workers)
 
 
-def test_an_interrupted_run_says_how_it_continues(folder: Path) -> None:
-    process, _ = start_long_run(folder, "--checkpoint-every", "5")
+def test_interrupting_ends_everything_with_code_130_and_says_how_it_continues(folder: Path) -> None:
+    process, workers = start_long_run(folder, "--checkpoint-every", "5")
     deadline = time.monotonic() + TIMEOUT_S
     while not list(folder.glob("checkpoints/step-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
     assert "the same command with --resume continues from the newest in 'checkpoints'" in err
+    assert not any(is_alive(worker) for worker in workers)
 
 
 def listening(pid: int) -> set[str]:
@@ -356,11 +359,8 @@ def test_an_unknown_interface_is_refused(folder: Path) -> None:
     )
 
 
-def test_the_trace_has_what_every_worker_did_in_the_last_minibatches(folder: Path) -> None:
-    arguments = ("--steps", "12", "--trace", "run.json", "--trace-minibatches", "4")
-    process = plan_train(folder, "model.py", *arguments)
-    assert process.returncode == 0, process.stderr
-    timeline = load_run(folder / "run.json")
+def check_trace(timeline: Timeline, minibatches: range) -> None:
+    """The trace has what every worker did in these last minibatches."""
     assert timeline.source == "measured"
     assert timeline.config == "1-1"
     events = list(timeline.events.rows())
@@ -372,7 +372,7 @@ def test_the_trace_has_what_every_worker_did_in_the_last_minibatches(folder: Pat
         assert sum((event.rank, event.kind) == (rank, "update") for event in events) == 5 - rank
     forwards = {(event.rank, event.minibatch): event for event in events if event.kind == "forward"}
     assert min(event.start_s for event in forwards.values()) == 0.0
-    for minibatch in range(8, 12):
+    for minibatch in minibatches:
         assert forwards[0, minibatch].end_s <= forwards[1, minibatch].start_s
     assert [curve.rank for curve in timeline.memory] == [0, 1]
     for curve in timeline.memory:

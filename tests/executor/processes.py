@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
+from planner import hashes
 from planner.executor.communication.control import join_group
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.train import train
@@ -35,7 +36,11 @@ from planner.workers.place import CPU
 
 TIMEOUT_S = 240
 _HOST = "127.0.0.1"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    hashes.VARIABLE: hashes.SEED,  # as workers have that are launched
+}
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:

@@ -28,6 +28,8 @@ from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 from tests.profiler.measured.stages_alone import verify
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 CHANNELS_LAST = ModuleOptions(channels_last=True)
 
 

@@ -35,7 +35,7 @@ def seconds(plan: Plan | None) -> float:
     return float("inf") if plan is None else plan.predicted.seconds_per_minibatch
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(MODELS, st.integers(1, 7), BANDWIDTHS, LATENCIES, MEMORIES)
 def test_more_gpus_are_never_worse(
     model: Profile, gpus: int, bandwidth: float, latency_s: float, memory: int | None
@@ -112,7 +112,7 @@ def scaled(model: Profile, time: int, size: int) -> Profile:
     return model.model_copy(update={"layers": tuple(layer(one) for one in model.layers)})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     MODELS,
     st.integers(1, 7),

@@ -78,9 +78,6 @@ def train(
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        preexec_fn=lambda: (
-            signal.signal(signal.SIGHUP, signal.SIG_IGN) if "FAULT" in variables else None
-        ),
     )
 
 
@@ -111,12 +108,6 @@ def test_a_worker_that_a_signal_ends_while_it_imports_is_named(
     assert len(lines) == 2, done.stderr
 
 
-def test_a_hangup_that_is_ignored_ends_no_run(folder: Path) -> None:
-    """As under nohup."""
-    done = train(folder, FAULT="hangup")
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_reason_is_told_where_no_thread_can_be_started(folder: Path) -> None:
     done = train(folder, FAULT="threads")
     assert done.returncode == 2
@@ -126,8 +117,18 @@ def test_the_reason_is_told_where_no_thread_can_be_started(folder: Path) -> None
     assert len(lines) == 2, done.stderr
 
 
-def test_handlers_are_those_from_before_when_a_run_has_ended(folder: Path) -> None:
+def test_a_hangup_that_is_ignored_ends_no_run_and_handlers_are_those_from_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under nohup: a worker sends the signal to the process that launched it, which is this."""
+    monkeypatch.setenv("FAULT", "hangup")
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = [signal.getsignal(number) for number in numbers]
-    launch(Job(model=str(folder / "model.py"), plan=load_plan(folder / "plan.json"), steps=STEPS))
-    assert [signal.getsignal(number) for number in numbers] == before
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = [signal.getsignal(number) for number in numbers]
+        launch(
+            Job(model=str(folder / "model.py"), plan=load_plan(folder / "plan.json"), steps=STEPS)
+        )
+        assert [signal.getsignal(number) for number in numbers] == before
+    finally:
+        signal.signal(signal.SIGHUP, handler)

@@ -10,9 +10,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,11 +26,8 @@ from benchmarks.speed.overhead.cases import (
     bare_update,
     plan_of,
 )
-from benchmarks.speed.overhead.parts import NETWORK, OPERATIONS, Stopwatch, parts_timed
 from benchmarks.speed.overhead.stand_in import build, lone_rank
-from planner.executor.run.worker import PipelineWorker
 from planner.model.spec import TrainingSpec
-from planner.schedule.instructions import Instruction
 
 README, MARKER = Path(__file__).with_name("README.md"), "<!-- result -->"
 AIM_US = 100.0
@@ -40,14 +35,11 @@ AIM_US = 100.0
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds per microbatch: of each pair of windows the worker less its bare operations; and
-    the parts.
-    """
+    """Microseconds per microbatch: of each pair of windows the worker less its bare operations."""
 
     case: Case
     bare_us: float
     pairs_us: list[float]
-    parts_us: dict[str, float]
 
     @property
     def total_us(self) -> float:
@@ -76,86 +68,63 @@ def main() -> None:
 
 
 def measure(case: Case, pairs: int, units: int) -> Result:
-    """Run the worker of `case` and its bare operations in turn, and then once more with every part
-    timed.
-    """
-    plan, spec = plan_of(case), TrainingSpec.from_file(MODEL)
-    per_window = units // case.microbatches
-    with lone_rank(case.stage, WORKERS):
-        context, worker, neighbours, stream = build(plan, spec, per_window * (2 * pairs + 3))
-        two, one = (sum(1 for _ in context.stream(0, windows * per_window)) for windows in (2, 1))
+    """Run the worker of `case` and its bare operations in turn."""
+    plan = plan_of(case)
+    spec = TrainingSpec.from_file(MODEL)
+    minibatches = units // case.microbatches  # of a window
+    scale = 1e6 / (minibatches * case.microbatches)
 
-        def work(run: Callable[[Iterable[Instruction]], object] = worker.run) -> float:
-            neighbours.spent_s, began_s = 0.0, time.thread_time()
-            run(islice(stream, two - one))
+    with lone_rank(case.stage, WORKERS):
+        context, worker, neighbours, stream = build(plan, spec, minibatches * (pairs + 3))
+        two, one = (sum(1 for _ in context.stream(0, windows * minibatches)) for windows in (2, 1))
+
+        def work() -> float:
+            neighbours.spent_s = 0.0
+            began_s = time.thread_time()
+            worker.run(islice(stream, two - one))
             return time.thread_time() - began_s - neighbours.spent_s
 
         with neighbours.reached():
             work()
             # Of another copy: the worker has units in flight, whose weights must not change.
             copy, *_ = build(plan, spec, 1)
-            unit, update = (
-                bare_unit(copy, copy.stages[case.stage]),
-                bare_update(copy.stages[case.stage]),
-            )
+            unit = bare_unit(copy, copy.stages[case.stage])
+            update = bare_update(copy.stages[case.stage])
 
             def bare() -> float:
                 began_s = time.thread_time()
-                for _ in range(per_window):
+                for _ in range(minibatches):
                     for _ in range(case.microbatches):
                         unit()
                     update()
                 return time.thread_time() - began_s
 
             bare()
-            scale = 1e6 / (per_window * case.microbatches)
-            found, bares = [], []
+            overheads_us = []
+            bares_us = []
             for index in range(pairs):
                 # In the order A B, B A, A B, ..., so that a drift of the machine cancels.
                 order = (work, bare) if index % 2 == 0 else (bare, work)
                 seconds = {each: each() for each in order}
-                found.append((seconds[work] - seconds[bare]) * scale)
-                bares.append(seconds[bare] * scale)
-            told = []
-            for _ in range(pairs):
-                with parts_timed(context.stages[case.stage].module) as watch:
-                    work(partial(_run_timed, worker, watch))
-                told.append(watch.microseconds(per_window * case.microbatches))
-    parts_us = {part: statistics.median(window[part] for window in told) for part in told[0]}
-    return Result(case, statistics.median(bares), found, parts_us)
+                overheads_us.append((seconds[work] - seconds[bare]) * scale)
+                bares_us.append(seconds[bare] * scale)
 
-
-def _run_timed(
-    worker: PipelineWorker, watch: Stopwatch, instructions: Iterable[Instruction]
-) -> None:
-    worker.run(watch.items("instruction stream", instructions))
+    return Result(case, statistics.median(bares_us), overheads_us)
 
 
 def table(results: list[Result]) -> str:
-    """Return a row per part, in microseconds per microbatch."""
-    found = dict.fromkeys(
-        part for result in results for part in result.parts_us if part not in (OPERATIONS, NETWORK)
-    )
-    parts = sorted(found, key=lambda part: -results[0].parts_us.get(part, 0))
+    """Return a row per case, in microseconds per microbatch."""
     rows = [
-        [part, *(f"{result.parts_us.get(part, 0):.1f}" for result in results)] for part in parts
+        (
+            result.case.name,
+            f"{result.total_us:.1f}",
+            _quartiles(result.pairs_us),
+            f"{result.bare_us:.1f}",
+        )
+        for result in results
     ]
-    sums = [sum(result.parts_us.get(part, 0) for part in parts) for result in results]
-    rows.append(
-        [
-            "other",
-            *(
-                f"{result.total_us - known:.1f}"
-                for result, known in zip(results, sums, strict=True)
-            ),
-        ]
-    )
-    rows.append(["**in all**", *(f"**{result.total_us:.1f}**" for result in results)])
-    rows.append(["quartiles", *(_quartiles(result.pairs_us) for result in results)])
-    rows.append(["the stage's operations", *(f"{result.bare_us:.1f}" for result in results)])
-    columns = ("left", *("right",) * len(results))
-    headers = ("\u00b5s per microbatch", *(result.case.name for result in results))
-    return tabulate(rows, headers, tablefmt="github", colalign=columns, disable_numparse=True)
+    headers = ("\u00b5s per microbatch", "overhead", "quartiles", "the stage's operations")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def _quartiles(values: list[float]) -> str:

@@ -123,39 +123,53 @@ def _folder(
 
 
 def _written(folder: Path | None, stages: Sequence[Restorable]) -> WorkerPart:
+    """Write this worker's part of its stages, and report what was written, or what went wrong."""
     # Before anything can fail, because ranks that divide a stage's weights gather them together.
     contents = [(own, content_of(own)) for own in stages]
+
     nothing = WorkerPart(losses="[]", evaluations=())
     rank = dist.get_rank()
     if folder is None:
         return replace(nothing, problem=f"worker {rank}: no folder can be made for it")
+
+    parts = []
     try:
-        parts = tuple(
-            write_part(folder, own, content) for own, content in contents if content is not None
-        )
+        for own, content in contents:
+            if content is not None:
+                parts.append(write_part(folder, own, content))
     except OSError as cause:
         return replace(nothing, problem=f"worker {rank}: {cause.strerror or cause}")
-    return replace(nothing, parts=parts)
+    return replace(nothing, parts=tuple(parts))
 
 
 def _transfers(
     index: Checkpoint, reports: Sequence[WorkerPart], servers: Sequence[int], after: Plan
 ) -> list[Transfer]:
-    """Return the files that hosts lack for the stages that their workers will hold."""
-    leaders = {server: rank for rank, server in reversed([*enumerate(servers)])}
-    holders: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        for name in files_of(report.parts):
-            holders.setdefault(name, []).append(leaders[servers[rank]])
+    """Return the files that hosts lack for the stages that their workers will hold.
 
-    wanted = {}
-    for server, leader in leaders.items():
-        ranks = [rank for rank, own in enumerate(servers) if own == server]
+    A host is named by the first of its workers.
+    """
+    workers: dict[int, list[int]] = {}
+    for rank, server in enumerate(servers):
+        workers.setdefault(servers.index(server), []).append(rank)
+
+    holders: dict[str, list[int]] = {}
+    wanted: dict[int, dict[str, int]] = {}
+    for host, ranks in workers.items():
+        for rank in ranks:
+            for name in files_of(reports[rank].parts):
+                holders.setdefault(name, []).append(host)
+
         files = files_of(index.parts_with(_layers(after, ranks)))
-        wanted[leader] = {name: file.size_bytes for name, file in files.items()}
+        wanted[host] = {name: file.size_bytes for name, file in files.items()}
+
     return list(missing_files(wanted, lambda name, _: holders[name]))
 
 
 def _layers(plan: Plan, ranks: Sequence[int]) -> set[str]:
     """Return the layers that any of these workers holds."""
-    return {layer for stage in plan.stages if {*ranks} & {*stage.ranks} for layer in stage.layers}
+    layers: set[str] = set()
+    for stage in plan.stages:
+        if not set(ranks).isdisjoint(stage.ranks):
+            layers.update(stage.layers)
+    return layers

@@ -312,15 +312,20 @@ class Sharding:
         """Let `optimizer` step the shards of its parameters, or of what is `now` in their place."""
         for group in optimizer.param_groups:
             before: list[nn.Parameter] = group["params"]
-            self.groups.append(wholes := [now.get(parameter, parameter) for parameter in before])
+            wholes = [now.get(parameter, parameter) for parameter in before]
+            self.groups.append(wholes)
+
             own = [index for index, parameter in enumerate(wholes) if parameter in self.shards]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][index] for index in own]
             group["params"] = [self.shards[wholes[index]].stepped for index in own]
+
             # Adagrad has state before its first step
             for parameter, whole in zip(before, wholes, strict=True):
-                if (state := optimizer.state.pop(parameter, None)) and whole in self.shards:
-                    optimizer.state[self.shards[whole].stepped] = divided(state, self.shards[whole])
+                state = optimizer.state.pop(parameter, None)
+                if state and whole in self.shards:
+                    shard = self.shards[whole]
+                    optimizer.state[shard.stepped] = divided(state, shard)
 
     @property
     def has_own_part(self) -> bool:

@@ -27,12 +27,16 @@ class SharedGradients:
     ) -> None:
         self._stage = stage
         parameters = dict(module.named_parameters(remove_duplicate=False))
+
+        shared: set[str] = set()
+        for pair, names in pairs.items():
+            if stage in pair:
+                shared.update(names)
         self._stages: dict[str, list[int]] = {}  # that hold each parameter, in order
-        for name in sorted(
-            {name for pair, names in pairs.items() if stage in pair for name in names}
-        ):
+        for name in sorted(shared):
             holding = [pair for pair, names in pairs.items() if name in names]
             self._stages[name] = sorted({stage, *sharers(holding, stage)})
+
         self.parameters = {name: parameters[name] for name in self._stages}
         self._rounds: dict[int, dict[int, dict[str, Tensor]]] = {}  # by round and stage
 

@@ -95,6 +95,7 @@ class PipelineContext:
 
     @property
     def microbatch_size(self) -> int:
+        """Samples of a microbatch."""
         assert self.plan.microbatch_size is not None  # or making the context had failed
         return self.plan.microbatch_size
 

@@ -90,6 +90,7 @@ class Extents:
         return self._batches[unit]
 
     def of(self, unit: Unit) -> Extent:
+        """Return the samples of a unit, and its lengths if they vary."""
         samples = self._size(unit)
         # Without samples a microbatch has no lengths of its own; the first one of a minibatch has
         # samples.
@@ -625,6 +626,7 @@ class WeightedBatches(ChangedBatches):
         return batch.pinned(self.device)
 
     def share(self, unit: Unit) -> float:
+        """Return the share of a unit in its minibatch's loss; 0 without samples."""
         if not self.size(unit):
             return 0.0
         return self._minibatch(unit.minibatch)[1][unit.microbatch]
@@ -682,6 +684,7 @@ class FedBatches(BatchSource):
         return self._fed[unit.minibatch][1][unit.microbatch]
 
     def share(self, unit: Unit) -> float:
+        """Return the share of a unit in its minibatch's loss; 0 without samples."""
         if not self.size(unit):
             return 0.0
         return self._fed[unit.minibatch][2][unit.microbatch]

@@ -369,13 +369,19 @@ def _description(blocks: _Named) -> str:
 
 def _graph_layer(model: nn.Module, blocks: _Named, nodes: tuple[fx.Node, ...]) -> GraphLayer:
     """Return the layer of some blocks, or of the loss where there are none."""
-    tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
-    parameters = tuple(name for name, p in model.named_parameters() if id(p) in tensors)
-    buffers = tuple(name for name, b in model.named_buffers() if id(b) in tensors)
-    kinds = [type(module).__name__ for _, module in blocks] or ["loss"]
+    own: set[int] = set()
+    for _, module in blocks:
+        own.update(map(id, module.parameters()))
+        own.update(map(id, module.buffers()))
+    parameters = tuple(name for name, each in model.named_parameters() if id(each) in own)
+    buffers = tuple(name for name, each in model.named_buffers() if id(each) in own)
+
+    if not blocks:
+        return GraphLayer(LOSS, "loss", nodes, parameters, buffers)
+    name, _ = blocks[0]
+    kinds = [type(module).__name__ for _, module in blocks]
     if len(kinds) > 3:
         kinds = [*kinds[:3], "..."]
-    name = blocks[0][0] if blocks else LOSS
     return GraphLayer(name, "+".join(kinds), nodes, parameters, buffers)
 
 

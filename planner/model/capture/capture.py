@@ -448,11 +448,24 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
     returned = trace.module.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
     loss, *tensors = returned
-    spec = specs.get(loss) if isinstance(loss, fx.Node) else None
-    refuse_loss(1 if spec is None else len(spec.sizes), spec is not None and spec.requires_grad)
+
+    spec = None
+    if isinstance(loss, fx.Node):
+        spec = specs.get(loss)
+    if spec is None:
+        refuse_loss(1, False)
+    else:
+        refuse_loss(len(spec.sizes), spec.requires_grad)
     assert isinstance(loss, fx.Node)
+
     rest = iter(tensors)
-    return loss, [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in trace.output.leaves]
+    leaves = []
+    for leaf in trace.output.leaves:
+        if isinstance(leaf, Tensor):
+            leaves.append(next(rest))
+        else:
+            leaves.append(leaf)
+    return loss, leaves
 
 
 def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozenset[fx.Node]:

@@ -178,6 +178,7 @@ class _FakeRun(fx.Interpreter):
         return _without_data(tensor, self._device).requires_grad_(tensor.requires_grad)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function where the device's tensors are, and note what it writes."""
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
         if isinstance(target, HigherOrderOperator) and not enters_region(target):
             # a branch or a loop, in which export permits no writes
@@ -186,6 +187,7 @@ class _FakeRun(fx.Interpreter):
             return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and note what it writes and of which storages its result is a view."""
         self._writes.storages.clear()
         with entered(n, self._kind, self._device.type):
             value = super().run_node(n)
@@ -206,6 +208,7 @@ class _FakeRun(fx.Interpreter):
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return a parameter, buffer or nested graph as it is on the device."""
         value = super().get_attr(target, args, kwargs)
         if id(value) not in self._attributes:  # tied parameters must stay one tensor
             placed = value

@@ -40,10 +40,14 @@ class Names:
         self._module = module
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
+
         groups: dict[int, list[str]] = {}
         for name, tensor in (self._parameters | self._buffers).items():
             groups.setdefault(id(tensor), []).append(name)
-        self._first = {name: group[0] for group in groups.values() for name in group}
+
+        self._first: dict[str, str] = {}
+        for group in groups.values():
+            self._first |= dict.fromkeys(group, group[0])
         self.tied = tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def parameter(self, node: fx.Node) -> str | None:

@@ -166,6 +166,7 @@ class SegmentBuilder:
         return {name for node, name in self._attributes.items() if node in self._graph.written}
 
     def build(self) -> Segment:
+        """Return the code of the part, with the weights and attributes that it reads."""
         taken = [*self._part.takes, *numbers_of(self._graph, self._part)]
         makes = self._part.makes
         self._attributes = {

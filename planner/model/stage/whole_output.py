@@ -112,15 +112,21 @@ def _joined(leaf: OutputLeaf, values: Sequence[Any]) -> Any:
 
 
 def _leaf(graph: LayerGraph, leaf: Any) -> OutputLeaf:
+    """Return what is known of a leaf of the output: a node, or a value that is no tensor."""
     if not isinstance(leaf, fx.Node):
         return OutputLeaf(None, leaf)
     spec = graph.specs[leaf]
-    dimensions = _dimensions_of_samples(spec, graph.batch_size)
+
+    # A size may be computed from the number of samples, such as samples times words.
     others = [size for size in spec.sizes if isinstance(size, sympy.Basic) and size != BATCH]
     mixed = any(BATCH in size.free_symbols for size in others)
-    same_for_all = not dimensions and _depends_on_weights_alone(leaf)
-    divides = not mixed and (len(dimensions) == 1 or same_for_all)
-    return OutputLeaf(leaf.name, None, divides, dimensions[0] if dimensions else None, same_for_all)
+
+    dimensions = _dimensions_of_samples(spec, graph.batch_size)
+    if not dimensions:
+        same_for_all = _depends_on_weights_alone(leaf)
+        return OutputLeaf(leaf.name, None, same_for_all and not mixed, None, same_for_all)
+    divides = len(dimensions) == 1 and not mixed
+    return OutputLeaf(leaf.name, None, divides, dimensions[0], False)
 
 
 def _depends_on_weights_alone(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ again.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +72,21 @@ class Regions:
         self._division = division
         self._tokens = division.tokens
         self._experts = division.routed
-        # values of which this piece has the rows of a rank's experts; offsets
-        self._rows = dict[fx.Node, fx.Node]()
+
+        # What ranks divide: weights, values that a product computes several of as one, what takes
+        # these apart, and operations that are another call then.
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
         self._replaced: dict[Any, Callable[..., Tensor]] = {}
+
+        # What the piece has so far: DTensors; offsets of the rows of a rank's experts; calls about
+        # a value; and values with all tokens.
         self._inside = set(self._tokens)
+        self._rows: dict[fx.Node, fx.Node] = {}
         self._calls: dict[tuple[str, fx.Node], fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
+
         if division.group is not None:
             self._divide_over(division.group)
 
@@ -132,19 +139,28 @@ class Regions:
 
     def reader(self, node: fx.Node, copies: Copies) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        is_product = offsets_of(node) is not None
-        reads_rows = is_product or not self._rows.keys().isdisjoint(node.all_input_nodes)
-        if reads_rows and node in self._experts.rows:
+        if node in self._experts.rows and self._reads_rows(node):
             self._rows[node] = self._experts.rows[node]
-            return lambda source: self._by_experts(node, source, copies)
+            return partial(self._by_experts, node, copies=copies)
 
         if not self._divided(node):
-            return lambda source: self._added(source, copies)
+            return partial(self._added, copies=copies)
         if self._runs_whole(node):
-            return lambda source: self.whole(source, copies)
+            return partial(self.whole, copies=copies)
+        if node in self._tokens:
+            return partial(self._of_each_token, copies=copies)
+        return partial(self._within, copies=copies)
 
-        tokens = self._tokens if node in self._tokens else {}
-        return lambda source: copies[source] if source in tokens else self._within(source, copies)
+    def _reads_rows(self, node: fx.Node) -> bool:
+        """Return whether an operation works on the rows of a rank's experts."""
+        is_product = offsets_of(node) is not None
+        return is_product or not self._rows.keys().isdisjoint(node.all_input_nodes)
+
+    def _of_each_token(self, source: fx.Node, copies: Copies) -> fx.Node:
+        """Return a value as operations on each token alone take it: the rank's tokens suffice."""
+        if source in self._tokens:
+            return copies[source]
+        return self._within(source, copies)
 
     def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         """Return the result of an operation, given its copy that `reader` has served."""

@@ -9,6 +9,7 @@ in a row product stays whole.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
@@ -80,25 +81,53 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
     would say it.
     """
     nodes = [node for layer in graph.layers for node in layer.nodes]
-    names = {node: graph.names.parameter(node) for node in graph.module.graph.nodes}
-    uses = Counter(names[source] for node in nodes for source in node.all_input_nodes)
-    # the weights of products and embeddings
-    read = {node: name for node in nodes if (name := names.get(weight_of(node))) is not None}
-    read_once = {
-        node: name for node, name in read.items() if uses[name] == 1 and name.endswith(".weight")
-    }
+    weights = _weights_read(graph, nodes)
+    read_once = {node: weight.name for node, weight in weights.items() if weight.uses == 1}
     styles = _product_styles(nodes, degree, graph.model, read_once)
 
-    for node, name in read.items():
-        readers = [reader for reader, own in read.items() if own == name]
-        # A head may have the embedding's weight; nothing else may use it.
-        alone = len(readers) == uses[name] <= 2 and name.endswith(".weight")
-        if alone and _divides_rows(node, graph.model.get_parameter(name), degree):
-            tied = any(reader.target in PRODUCTS for reader in readers)
-            styles[name] = GATHERED[0] if tied else "embedding_rowwise"
+    for node, weight in weights.items():
+        if _divides_rows(node, graph.model.get_parameter(weight.name), degree):
+            style = _embedding_style(weight)
+            if style is not None:
+                styles[weight.name] = style
 
     modules = {name.rpartition(".")[0]: style for name, style in styles.items()}
     return modules | expert_plan(graph, degree)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The weight of a product or of an embedding."""
+
+    name: str
+    uses: int  # by any operation
+    readers: Sequence[fx.Node]  # products and embeddings
+
+
+def _weights_read(graph: LayerGraph, nodes: Sequence[fx.Node]) -> dict[fx.Node, _Weight]:
+    """Return the weight of each product and embedding, if a module names it `weight`."""
+    names = {node: graph.names.parameter(node) for node in graph.module.graph.nodes}
+    uses = Counter(names[source] for node in nodes for source in node.all_input_nodes)
+
+    readers: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        name = names.get(weight_of(node))
+        if name is not None and name.endswith(".weight"):
+            readers.setdefault(name, []).append(node)
+
+    return {node: _Weight(name, uses[name], own) for name, own in readers.items() for node in own}
+
+
+def _embedding_style(weight: _Weight) -> str | None:
+    """Return how the rows of an embedding's weight are divided; None where others use it, too.
+
+    A head may have the embedding's weight.
+    """
+    if weight.uses > 2 or weight.uses != len(weight.readers):
+        return None
+    if any(reader.target in PRODUCTS for reader in weight.readers):
+        return GATHERED[0]
+    return "embedding_rowwise"
 
 
 def _divides_rows(node: fx.Node, weight: Tensor, degree: int) -> bool:

@@ -80,15 +80,19 @@ class Costs:
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self._class = np.array([OP_CLASSES.index(op.op_class) for op in operations], dtype=np.int64)
-        self._flops = np.array([op.flops for op in operations], dtype=np.float64)
-        self._bytes = np.array([op.bytes for op in operations], dtype=np.float64)
-        self.launches = np.array([op.launches for op in operations], dtype=np.float64)
+        def column(name: str) -> Floats:
+            return np.array([getattr(op, name) for op in operations], dtype=np.float64)
+
+        self._flops = column("flops")
+        self._bytes = column("bytes")
+        self._limits = column("limit")
+        self.launches = column("launches")
         self._dtypes = [op.dtype for op in operations]
-        self._limits = np.array([op.limit for op in operations], dtype=np.float64)
-        self._products = np.array(
-            [op.product or (0, 0, 0, 0) for op in operations], dtype=np.int64
-        ).reshape(-1, 4)
+
+        classes = [OP_CLASSES.index(op.op_class) for op in operations]
+        self._class = np.array(classes, dtype=np.int64)
+        products = [op.product or (0, 0, 0, 0) for op in operations]
+        self._products = np.array(products, dtype=np.int64).reshape(-1, 4)
 
     def seconds(self, spec: DeviceSpec) -> Floats:
         """Return each operation's roofline time (Williams et al. 2009): the slower of compute and
@@ -97,22 +101,28 @@ class Costs:
         t = max(flops / min(peak · achieved, processors · limit), bytes / (bandwidth · achieved)) +
         launches · launch_s
         """
+        busy_s = np.maximum(self._compute_seconds(spec), self._memory_seconds(spec))
+        return np.asarray(busy_s + self.launches * spec.launch_s)
+
+    def _compute_seconds(self, spec: DeviceSpec) -> Floats:
         peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
         peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
+
         # Operations of the memory classes have no flops, so their share does not matter.
-        shares = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES] + [1.0] * len(
-            MEMORY_CLASSES
-        )
-        arithmetic = np.array(shares)[self._class]
-        bandwidth = np.array([spec.achieved_bandwidth[name] for name in OP_CLASSES])[self._class]
+        of_compute = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES]
+        of_memory = [1.0] * len(MEMORY_CLASSES)
+        achieved = np.array([*of_compute, *of_memory])[self._class]
         if spec.processors is not None and self._products.any():
             depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
-            arithmetic = arithmetic * shares_of_peak(self._products, spec.processors, depth)
-        compute_s = self._flops / np.minimum(
-            peak * arithmetic, self._limits * (spec.processors or 1)
-        )
-        memory_s = self._bytes / (spec.bandwidth_bytes_per_s * bandwidth)
-        return np.asarray(np.maximum(compute_s, memory_s) + self.launches * spec.launch_s)
+            achieved = achieved * shares_of_peak(self._products, spec.processors, depth)
+
+        limit = self._limits * (spec.processors or 1)
+        return np.asarray(self._flops / np.minimum(peak * achieved, limit))
+
+    def _memory_seconds(self, spec: DeviceSpec) -> Floats:
+        shares = [spec.achieved_bandwidth[name] for name in OP_CLASSES]
+        achieved = np.array(shares)[self._class]
+        return np.asarray(self._bytes / (spec.bandwidth_bytes_per_s * achieved))
 
     def host_seconds(self, spec: DeviceSpec) -> Floats:
         """Return how long a GPU's host takes to launch each operation: one call launches all of a

@@ -12,6 +12,8 @@ BUDGET_S = 120.0
 FIRST_ROUNDS = 3  # in which TCP comes up to speed
 UNITS = 4  # layers of a small network with divided weights
 SMALL_SUM_BYTES = 2**16
+# of products before a small sum: one and four milliseconds, after which more hardly add to the wait
+PRODUCT_PAIRS = 4, 12
 
 # Of several measurements of a number the median counts: what another process does for some seconds
 # disturbs one turn.
@@ -30,6 +32,8 @@ class Effort:
         message_bytes: of a message between two workers.
         bucket_bytes: of an all-reduce of gradients.
         sum_bytes: of the largest all-reduce between computations; what models exchange on CPUs.
+        summed_bytes: of all-reduces in a row, with products between them: small ones are many,
+            because what one of them takes varies most.
         unit_bytes: of the smallest unit with divided weights.
         latency_rounds: short messages from which a latency is the median.
         least_rounds: long messages of a pair.
@@ -43,6 +47,7 @@ class Effort:
     message_bytes: int = MESSAGE_BYTES
     bucket_bytes: int = BUCKET_BYTES
     sum_bytes: int = 2**20
+    summed_bytes: int = 2**22
     unit_bytes: int = 2**18
     latency_rounds: int = 100
     least_rounds: int = 8
@@ -68,6 +73,11 @@ class Effort:
             turns=turns,
         )
 
+    def sums_in_a_row(self, size_bytes: int, reduced_bytes_per_s: float) -> int:
+        """Return how many all-reduces of this size follow each other, with products between."""
+        most_bytes = min(self.summed_bytes, self.seconds_for_sizes * reduced_bytes_per_s)
+        return max(2, int(most_bytes / size_bytes))
+
     def scaled(self, share: float) -> "Effort":
         """Return the effort that takes about `share` of the time, but no less than says
         something.
@@ -82,6 +92,7 @@ class Effort:
             message_bytes=part(self.message_bytes),
             bucket_bytes=part(self.bucket_bytes),
             sum_bytes=part(self.sum_bytes),
+            summed_bytes=part(self.summed_bytes),
             unit_bytes=part(self.unit_bytes),
             latency_rounds=min(self.latency_rounds, max(_LEAST_LATENCY_ROUNDS, rounds)),
             seconds=self.seconds * share,
@@ -97,6 +108,7 @@ class Pace:
         turns: sets of pairs that are measured one after the other.
         s_per_byte: of a message, where all pairs of a set exchange at once.
         round_s: of a short exchange that all workers wait for.
+        products_s: of a pair of products, between which there are sums.
         unit_s_per_byte: of a unit's computation by its weights; 0 where no units are measured.
         one_ring_size: workers in the one ring over all; 0 where that is no other measurement.
     """
@@ -105,35 +117,69 @@ class Pace:
     turns: int
     s_per_byte: float
     round_s: float
+    products_s: float = 0.0
     unit_s_per_byte: float = 0.0
     one_ring_size: int = 0
 
     def expected_s(self, effort: Effort) -> float:
         """Return the seconds that a turn takes with this effort."""
-        messages = FIRST_ROUNDS * effort.message_bytes * self.s_per_byte + max(
-            effort.seconds, effort.least_rounds * effort.message_bytes * self.s_per_byte
-        )
-        pairs_s = self.turns * (effort.latency_rounds * self.round_s + messages)
-
-        reduced_s_per_byte = 2 * (self.size - 1) / self.size * self.s_per_byte
-        buckets_s = effort.seconds + 2 * effort.bucket_bytes * reduced_s_per_byte
-        if self.one_ring_size:
-            moved = 2 * (self.one_ring_size - 1) / self.one_ring_size
-            buckets_s += effort.seconds + 2 * effort.bucket_bytes * moved * self.s_per_byte
-        sums_s = sum(
-            max(effort.seconds, effort.sum_rounds * 2 * size_bytes * reduced_s_per_byte)
-            for size_bytes in (SMALL_SUM_BYTES, SMALL_SUM_BYTES, effort.sum_bytes)
+        return (
+            self._messages_s(effort)
+            + self._buckets_s(effort)
+            + self._sums_s(effort)
+            + self._units_s(effort)
         )
 
+    def _messages_s(self, effort: Effort) -> float:
+        """Return the seconds of short messages and long ones, which pairs exchange in turns."""
+        message_s = effort.message_bytes * self.s_per_byte
+        short_s = effort.latency_rounds * self.round_s
+        long_s = max(effort.seconds, effort.least_rounds * message_s)
+        return self.turns * (short_s + FIRST_ROUNDS * message_s + long_s)
+
+    def _buckets_s(self, effort: Effort) -> float:
+        """Return the seconds of all-reduces of gradients: two first, then as many as there is time
+        for.
+        """
+        first_s = 2 * effort.bucket_bytes * self._reduced_s_per_byte(self.size)
+        ring_s = effort.seconds + first_s
+        if not self.one_ring_size:
+            return ring_s
+
+        first_s = 2 * effort.bucket_bytes * self._reduced_s_per_byte(self.one_ring_size)
+        return ring_s + effort.seconds + first_s
+
+    def _sums_s(self, effort: Effort) -> float:
+        """Return the seconds of products with sums between them, and without."""
+        reduced_s_per_byte = self._reduced_s_per_byte(self.size)
+        small, large = SMALL_SUM_BYTES, max(2 * SMALL_SUM_BYTES, effort.sum_bytes)
+
+        total_s = 0.0
+        for size_bytes, pairs in (*((small, pairs) for pairs in PRODUCT_PAIRS), (large, 1)):
+            rounds = effort.sums_in_a_row(size_bytes, 1 / reduced_s_per_byte)
+            computed_s = 2 * pairs * self.products_s * size_bytes / small
+            total_s += effort.sum_rounds * rounds * (size_bytes * reduced_s_per_byte + computed_s)
+        return total_s
+
+    def _units_s(self, effort: Effort) -> float:
+        """Return the seconds of a small unit with divided weights, and of one of at least twice its
+        size.
+        """
         if not self.unit_s_per_byte:
-            return pairs_s + buckets_s + sums_s
-        # A small unit and one of at least twice its size; an exchange is half an all-reduce.
+            return 0.0
+        reduced_s_per_byte = self._reduced_s_per_byte(self.size)
         most_bytes = min(effort.message_bytes // 2, effort.seconds_for_sizes / reduced_s_per_byte)
         unit_bytes = effort.unit_bytes + max(2 * effort.unit_bytes, most_bytes)
-        repeats = (effort.unit_rounds + 1) * UNITS
-        exchanged_s = repeats * _UNIT_EXCHANGES * unit_bytes * reduced_s_per_byte / 2
+
+        # an exchange is half an all-reduce
+        exchanges = (effort.unit_rounds + 1) * UNITS * _UNIT_EXCHANGES
+        exchanged_s = exchanges * unit_bytes * reduced_s_per_byte / 2
         computed_s = (effort.unit_rounds + 1) * 3 * unit_bytes * self.unit_s_per_byte
-        return pairs_s + buckets_s + sums_s + exchanged_s + computed_s
+        return exchanged_s + computed_s
+
+    def _reduced_s_per_byte(self, members: int) -> float:
+        """Return the seconds per byte of an all-reduce in a ring of so many."""
+        return 2 * (members - 1) / members * self.s_per_byte
 
 
 def fitting_effort(effort: Effort, paces: Sequence[Pace], budget_s: float) -> tuple[Effort, float]:

@@ -31,6 +31,7 @@ from planner.formats.names import CODECS, FLOAT_BYTES, Codec
 from planner.model.tensor.row_exchange import exchange_over, over_gloo
 from planner.profiler.links.effort import (
     FIRST_ROUNDS,
+    PRODUCT_PAIRS,
     SMALL_SUM_BYTES,
     UNITS,
     Effort,
@@ -47,12 +48,11 @@ from planner.workers.place import Place, cores_to_send
 _SHORT_BYTES = 64  # so short that only the latency counts
 _PROBE_BYTES = 2**16
 _PROBE_ROUNDS = 4
+_PROBE_PRODUCTS = 8
 _PROBE_S = 0.1  # a probe that takes less is repeated with twice as many messages
 # a message that takes longer is not repeated: the first few rounds are accurate enough
 _SLOW_S = 5.0
-_SUMMED_BYTES = 2**22  # in a row: small sums are many, because what one of them takes varies most
-# of products before a small sum: one and four milliseconds, after which more hardly add to the wait
-_PAIRS = 4, 12
+_PRODUCT_WIDTH = 512
 _UNIT_WIDTH, _UNIT_ROWS = 512, 1024  # of a small network with divided weights
 NOTABLE_SPREAD = 2.0  # of all-reduces in different turns; undisturbed ones are within a third
 _MEASURED = (*RATES, *WAITS)
@@ -176,6 +176,9 @@ class LevelMeasurement:
             rounds *= 2
             all_s, _ = self._stream(pairs, _PROBE_BYTES, rounds)
 
+        few, many = self._factors(SMALL_SUM_BYTES)
+        products_s = self._median_s(lambda: _multiply(many, few), _PROBE_PRODUCTS)
+
         unit_s = 0.0
         if self._shards_units(group.ring):
             net = _unit_net(_PROBE_BYTES)
@@ -185,6 +188,7 @@ class LevelMeasurement:
             turns=len(group.turns),
             s_per_byte=all_s / (rounds * _PROBE_BYTES),
             round_s=2 * round_s,  # the others wait for it, which takes as long
+            products_s=products_s,
             unit_s_per_byte=unit_s / _PROBE_BYTES,
             one_ring_size=0 if group.one_ring is None else self._world,
         )
@@ -363,11 +367,14 @@ class LevelMeasurement:
         # of those.
         usual = self._effort.sum_bytes if self._device.type == "cpu" else self._effort.message_bytes
         large = max(2 * small, usual)
-        summed_bytes = min(_SUMMED_BYTES, self._effort.seconds_for_sizes * reduced_per_s)
-        (short_s, short_gap_s), (long_s, long_gap_s), (large_s, _) = (
-            self._added_s(each, max(2, int(summed_bytes / each)), pairs, ring)
-            for each, pairs in ((small, _PAIRS[0]), (small, _PAIRS[1]), (large, 1))
-        )
+
+        def added_s(size_bytes: int, pairs: int) -> tuple[float, float]:
+            rounds = self._effort.sums_in_a_row(size_bytes, reduced_per_s)
+            return self._added_s(size_bytes, rounds, pairs, ring)
+
+        short_s, short_gap_s = added_s(small, PRODUCT_PAIRS[0])
+        long_s, long_gap_s = added_s(small, PRODUCT_PAIRS[1])
+        large_s, _ = added_s(large, 1)
         # than nothing, unless something disturbed the measurement
         longer_s = long_gap_s - short_gap_s
         share = max(0.0, long_s - short_s) / longer_s if longer_s > 0 else 0.0
@@ -445,23 +452,28 @@ class LevelMeasurement:
         and leaves the sum where the next computation has to fetch it from. Right after another
         all-reduce it is several times as fast.
         """
-        # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
-        few, many = (
-            torch.zeros(512, 512, device=self._device),
-            torch.zeros(size // 4 // 512, 512, device=self._device),
-        )
+        few, many = self._factors(size)
         taken_s = {True: 0.0, False: 0.0}
         for sums in (True, False) * self._effort.sum_rounds:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
                 for _ in range(pairs):
-                    many = torch.mm(torch.mm(many + many, few), few)
+                    many = _multiply(many, few)
                 if sums:
                     dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
             taken_s[sums] += (time.perf_counter() - start_s) / (self._effort.sum_rounds * rounds)
         return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
+
+    def _factors(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two matrices to multiply, the second of which has `size` bytes.
+
+        Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
+        """
+        few = torch.zeros(_PRODUCT_WIDTH, _PRODUCT_WIDTH, device=self._device)
+        rows = size // FLOAT_BYTES // _PRODUCT_WIDTH
+        return few, torch.zeros(rows, _PRODUCT_WIDTH, device=self._device)
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
         """Return the median seconds of an action that all processes begin at once, of the slowest
@@ -516,6 +528,11 @@ def typical_level(turns: Sequence[Level]) -> Level:
     slowest, fastest = min(reduced), max(reduced)
     seen = (slowest, fastest) if fastest > NOTABLE_SPREAD * slowest else None
     return replace(turns[0], **medians, all_reduce_between_bytes_per_s=seen)
+
+
+def _multiply(many: torch.Tensor, few: torch.Tensor) -> torch.Tensor:
+    """Return what a pair of products makes of a matrix, of the same shape."""
+    return torch.mm(torch.mm(many + many, few), few)
 
 
 def _unit_net(size_bytes: int) -> nn.Sequential:

@@ -47,6 +47,7 @@ def comparison_report(comparison: Comparison) -> str:
 
 
 def comparison_table(comparison: Comparison) -> Table:
+    """Return a row for the plan and for each baseline and other schedule."""
     chosen = comparison.rows[0]
     each, each_s = (
         ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")

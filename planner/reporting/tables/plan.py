@@ -212,6 +212,7 @@ def lengths_line(plan: Plan) -> str | None:
 
 
 def schedule_line(plan: Plan) -> str:
+    """Return the schedule in words; with one stage, what it amounts to."""
     if len(plan.stages) == 1 and plan.schedule.stashes:
         if plan.workers > 1:
             return f"{plan.schedule}, which with one stage is data parallelism"

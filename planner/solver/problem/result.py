@@ -73,6 +73,7 @@ class BoundedPath:
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
+    """Return the path with other replicas of its stages."""
     options = (each.with_replicas(r) for each, r in zip(path.options, replicas, strict=True))
     return replace(path, options=tuple(options))
 

@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.memo import Memo
-from planner.cost.recomputation import Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
-from planner.options.solving import RecomputeRule
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
 FRONTS = ("sent_bytes", "returned_bytes", "outputs", "gradients", "output_bytes", "gradient_bytes")
@@ -137,13 +135,6 @@ class CutSpace(ABC):
     @cached_property
     def _members(self) -> dict[tuple[int, int], frozenset[int]]:
         return {}
-
-    def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages.
-
-        `benchmarks.solver_quality.piper.question` has others.
-        """
-        return Recomputation(self.layer_costs, rule)
 
     def sides(self, state: int, ends: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to `ends` exchange with earlier stages and with later ones,

@@ -72,15 +72,17 @@ class LineSearch:
         self._problem = problem
         self._ranks = [rank for _, ranks in line for rank in ranks]
         self.gpus = len(self._ranks)
+        self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
 
         kinds = [kind for kind, _ in line]
-        self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
+        count = len(kinds)
         self._runs: dict[int, _Run] = {}
-        for first, last in combinations_with_replacement(range(len(kinds)), 2):
-            number = first * len(kinds) + last
+        for first, last in combinations_with_replacement(range(count), 2):
+            own = frozenset(kinds[first : last + 1])
+            number = first * count + last
             occurs = np.any(self._run_at == number, axis=1)
-            table = tables[frozenset(kinds[first : last + 1])]
-            self._runs[number] = _Run(table, occurs)
+            self._runs[number] = _Run(tables[own], occurs)
+
         self.space = self._runs[0].table.space
 
     def within(self, limit_s: float) -> CutPath | None:
@@ -138,19 +140,24 @@ class LineSearch:
         sum_s = 0.0
         max_s = 0.0
         gpus = self.gpus
-        while states[-1] < len(self.space) - 1:
+        last = len(self.space) - 1
+        while states[-1] < last:
             cut = states[-1]
             # Some GPUs may idle before the stage.
             gpus = table.first_stage(len(options), cut, gpus)["begin"]
             first = table.first_stage(len(options), cut, gpus)
             stage = openings[cut].only(np.array(first["row"]))
+
             replicas = int(stage.replicas)
-            variants = self._runs[int(stage.run)].table.stages[cut].variants
+            run = self._runs[int(stage.run)]
+            variants = run.table.stages[cut].variants
+            options.append(variants.options(int(stage.variant), replicas))
+
+            place = self.gpus - gpus
+            own = self._ranks[place : place + replicas]
+            ranks.append(tuple(sorted(own)))
 
             states.append(int(stage.end))
-            options.append(variants.options(int(stage.variant), replicas))
-            place = self.gpus - gpus
-            ranks.append(tuple(sorted(self._ranks[place : place + replicas])))
             sum_s += float(stage.sum_s)
             max_s = max(max_s, float(stage.max_s))
             gpus = first["after"]

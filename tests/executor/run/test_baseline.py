@@ -14,6 +14,8 @@ from tests.executor import eager
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "count"),

@@ -19,6 +19,8 @@ from tests.executor.eager import Case
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.reference import Weights
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SIZE, STEPS = 4, 12
 
 COMMON = """

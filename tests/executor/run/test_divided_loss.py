@@ -20,6 +20,7 @@ from planner.options.training import TrainingOptions
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.executor.plans import make_plan
 
+pytestmark = pytest.mark.usefixtures("warm_start")
 MICROBATCHES, EACH, STEPS = 4, 4, 4
 
 # A head that begins at zero gives all labels the same loss, and the example batch has no padding.

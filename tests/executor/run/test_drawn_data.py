@@ -28,6 +28,8 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.run.drawing import plain_evaluation, plain_losses, write_drawing
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SEED = 5
 STEPS = 9  # an epoch of six minibatches, and half of another
 

@@ -26,6 +26,8 @@ from tests.executor.plans import make_plan, scattered, sharded, structural_profi
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, double_buffered, plain_training
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 BATCH_SIZE = 4
 SEED = 3
 

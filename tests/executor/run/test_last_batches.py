@@ -24,6 +24,8 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.reference import delayed_updates
 from tests.executor.run.test_data import Numbers, samples
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 
 def test_an_epoch_ends_with_what_is_left() -> None:
     data = DatasetBatches(Numbers(23), microbatch_size=5, microbatches=1, seed=1)

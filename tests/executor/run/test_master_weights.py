@@ -28,6 +28,8 @@ from tests.executor.plans import in_groups, make_plan, sharded, structural_profi
 from tests.executor.processes import run_jobs
 from tests.executor.reference import Weights, delayed_updates, plain_training
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SAMPLES, STEPS = 32, 6
 HALF = ModuleOptions(half=torch.bfloat16)
 

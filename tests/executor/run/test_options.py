@@ -25,6 +25,8 @@ from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 from tests.executor.reference import delayed_updates
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 GATES = """
 import torch
 from torch import nn

@@ -21,6 +21,8 @@ from planner.workers.job import Job
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 PADDED = LossMean(over="labels", ignored=-100)
 SEED, SAMPLES, EPOCHS = 3, 21, 2
 

@@ -28,6 +28,8 @@ from tests.executor.plans import in_groups, make_plan, sharded, structural_profi
 from tests.executor.processes import run_jobs
 from tests.model import optimizers as people
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SAMPLES, SIZE, STEPS, SEED = 48, 4, 10, 3
 
 MODEL = """

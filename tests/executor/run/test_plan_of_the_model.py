@@ -27,6 +27,8 @@ from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 SIZE = 4
 Edit = Callable[[list[list[str]]], object]
 

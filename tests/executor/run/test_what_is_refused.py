@@ -21,6 +21,8 @@ from planner.model.spec import load_model_file
 from planner.options.training import TrainArguments, TrainingOptions
 from tests.executor.plans import make_plan, structural_profile
 
+pytestmark = pytest.mark.usefixtures("warm_start")
+
 MODEL = """
 import torch
 from torch import nn

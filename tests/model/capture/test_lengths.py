@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sympy
@@ -174,7 +176,18 @@ def test_sizes_tell_lengths() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the compiler are not ours
-def test_compiled_code_is_for_all_lengths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_code_is_for_all_lengths(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs are those of either backend; "inductor" compiles C++ from them, for 12 s."""
+    compile_code = torch.compile
+
+    def compiled(code: Callable[..., object], **options: Any) -> object:
+        return compile_code(code, dynamic=options["dynamic"], backend=backend)
+
+    if backend != "inductor":
+        monkeypatch.setattr("torch.compile", compiled)
     path = tmp_path / "model.py"
     source = MODEL.replace("BODY", "").replace(
         "x, (state, _) = self.lstm(x)", "x = torch.cat([x, x[..., :4]], -1)"

@@ -65,6 +65,21 @@ def test_many_hosts_have_less_time_for_each_pair() -> None:
     assert effort.seconds < 0.3
 
 
+def test_products_between_sums_are_part_of_the_time() -> None:
+    """Two sizes of computation before 64 small sums each, in eight turns with the sums and eight
+    without.
+    """
+    slow_core = replace(FAST, products_s=3e-4)
+    products_s = 16 * 64 * (4 + 12) * slow_core.products_s
+    large_s = 16 * 4 * 16 * slow_core.products_s
+    more_s = slow_core.expected_s(Effort()) - FAST.expected_s(Effort())
+    assert more_s == pytest.approx(products_s + large_s, rel=1e-6)
+
+    fitting, expected_s = fitting_effort(Effort(), [slow_core], budget_s=2)
+    assert expected_s <= 2
+    assert fitting.summed_bytes < Effort().summed_bytes
+
+
 def test_one_disturbed_turn_changes_nothing() -> None:
     """In the second turn another process had the cores: all-reduces at a quarter of their rate."""
     quiet = Level(

@@ -163,7 +163,7 @@ def test_a_small_last_bucket_makes_data_parallelism_faster_than_the_formula(
     assert simulated(problem, formula).seconds == pytest.approx((5 + 10 + 5 / 100) / 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(profiles(most_layers=5), st.integers(1, 4), st.sampled_from([0.5, 2.0, 10.0]))
 def test_plans_are_no_faster_than_their_bound_and_simulate_alike(
     model: Profile, gpus: int, bandwidth: float

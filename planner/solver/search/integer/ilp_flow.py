@@ -43,6 +43,10 @@ class _Arc:
     head: Node
 
 
+_Term = tuple[pulp.LpVariable, float]  # a variable, and its coefficient
+_Choices = Sequence[tuple[pulp.LpVariable, _Arc]]  # whether the plan has each arc
+
+
 @dataclass(frozen=True)
 class _Chosen:
     """The stages of a plan, in their order."""
@@ -196,27 +200,37 @@ class Flow:
         variables = [program.add_variable(name, cat=pulp.LpBinary) for name in names]
         chosen = list(zip(variables, arcs, strict=True))
 
-        # 1. One arc leaves the first cut, and as many leave each other node as enter it.
-        balance: dict[Node, list[tuple[pulp.LpVariable, float]]] = defaultdict(list)
-        for x, arc in chosen:
-            balance[arc.tail].append((x, 1.0))
-            balance[arc.head].append((x, -1.0))
-        program += _weighted((x, 1.0) for x, arc in chosen if arc.column.start == 0) == 1
-        for (state, _), terms in balance.items():
-            if state not in (0, self.columns.last):
-                program += _weighted(terms) == 0
-
-        # 2. A stage may have GPUs of several kinds. All get theirs if those that must be of some
-        #    kinds are no more than there are of these, for every set of kinds (Hall 1935).
-        for kinds in sets_of(len(self.problem.kinds)):
-            used = ((x, arc.column.replicas) for x, arc in chosen if arc.column.kinds <= kinds)
-            program += _weighted(used) <= gpus_of(self.problem, kinds)
-
-        # 3. No more stages than the rules allow.
+        self._add_balance(program, chosen)
+        self._add_gpus(program, chosen)
         most_stages = self.problem.rules.max_stages
         if most_stages is not None:
             program += _weighted((x, 1.0) for x in variables) <= most_stages
         return variables
+
+    def _add_balance(self, program: pulp.LpProblem, chosen: _Choices) -> None:
+        """Let one arc leave the first cut, and as many leave each other node as enter it."""
+        balance: dict[Node, list[_Term]] = defaultdict(list)
+        starts: list[_Term] = []
+        for x, arc in chosen:
+            balance[arc.tail].append((x, 1.0))
+            balance[arc.head].append((x, -1.0))
+            if arc.column.start == 0:
+                starts.append((x, 1.0))
+
+        program += _weighted(starts) == 1
+        for (state, _), terms in balance.items():
+            if state not in (0, self.columns.last):
+                program += _weighted(terms) == 0
+
+    def _add_gpus(self, program: pulp.LpProblem, chosen: _Choices) -> None:
+        """Let every stage have its GPUs, which may be of several kinds.
+
+        All get theirs if those that must be of some kinds are no more than there are of these, for
+        every set of kinds (Hall 1935).
+        """
+        for kinds in sets_of(len(self.problem.kinds)):
+            used = ((x, arc.column.replicas) for x, arc in chosen if arc.column.kinds <= kinds)
+            program += _weighted(used) <= gpus_of(self.problem, kinds)
 
     def _answer(self, best: _Chosen, bound_s: float, *, optimal: bool) -> IlpAnswer:
         stages = []
@@ -256,5 +270,5 @@ def _refuse_many(arcs: Sequence[_Arc], most: int) -> None:
         )
 
 
-def _weighted(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
+def _weighted(terms: Iterable[_Term]) -> pulp.LpAffineExpression:
     return pulp.LpAffineExpression(list(terms))

@@ -43,6 +43,9 @@ class NearestModel(ReplicaModelLike):
         self._group_sizes.append(IMPOSSIBLE)
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> dict[Resource, Floats]:
+        """Return the busy seconds of each resource, on links of the level that so many replicas
+        reach.
+        """
         replicas = np.asarray(replicas)
         busy_s = self.like.resources_s(work, replicas)
         for size, model in zip(self._group_sizes, self._levels[1:], strict=False):

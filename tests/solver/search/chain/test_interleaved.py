@@ -162,7 +162,7 @@ def test_the_search_finds_what_brute_force_finds(
         assert paths[0].seconds >= expected.price.seconds_per_minibatch * (1 - 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     model=profiles(most_layers=6),
     gpus=st.integers(2, 4),

@@ -92,7 +92,7 @@ def _ask(instance: Instance, schedule: str) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(instance=instances)
 def test_flow_finds_what_search_and_brute_force_find(schedule: str, instance: Instance) -> None:
     _ask(instance, schedule)
@@ -100,7 +100,7 @@ def test_flow_finds_what_search_and_brute_force_find(schedule: str, instance: In
 
 @pytest.mark.parametrize("rule", ["auto", "blocks"])
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("2bw", 4), ("1f1b-flush", 4)])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     model=profiles(most_layers=4, linear=True),
     gpus=st.integers(1, 3),

@@ -27,6 +27,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch
 from tests import samples
+from tests.examples import examples
 from tests.solver.brute import plans
 from tests.solver.strategies import profiles
 
@@ -119,7 +120,7 @@ INSTANCES = {
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(**INSTANCES)
 def test_no_plan_in_any_order_is_below_the_bound(
     schedule: str, profile: Profile, cluster: Cluster, times: int

@@ -85,7 +85,7 @@ def check(
 
 
 @pytest.mark.sampled(2)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), recompute=recomputing)
 def test_asynchronous_plans(profile: Profile, cluster: Cluster, recompute: RecomputeRule) -> None:
     check(profile, cluster, recompute=recompute)
@@ -93,7 +93,7 @@ def test_asynchronous_plans(profile: Profile, cluster: Cluster, recompute: Recom
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     profile=profiles(most_layers=4),
     cluster=clusters(),
@@ -154,7 +154,7 @@ def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> No
 
 
 @pytest.mark.sampled(3)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters())
 def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
     profile: Profile, cluster: Cluster

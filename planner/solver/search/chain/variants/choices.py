@@ -21,7 +21,7 @@ class StageChoices:
     def __init__(self, space: CutSpace, rule: RecomputeRule) -> None:
         self._space = space
         self._known = space.layer_costs.memo.table(
-            (StageChoices, rule), lambda: _Known(space.recomputation(rule))
+            (StageChoices, rule), lambda: _Known(Recomputation(space.layer_costs, rule))
         )
 
     def of(self, state: int, ends: Iterable[int]) -> list[Choices]:

@@ -1,1 +1,0 @@
-"""Max-load on the published dnn-partitioning workloads."""

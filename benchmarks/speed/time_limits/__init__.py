@@ -1,1 +1,0 @@
-"""Is a time limit kept on the wall clock? See README.md in this folder."""
