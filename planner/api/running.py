@@ -11,16 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
-from planner.api.megatron import MegatronQuestion, answer_megatron
 from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
+from planner.api.trainer_run import GivenRun, TrainerQuestion, answer_trainer, given_run
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError, did_you_mean
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
-from planner.exports.megatron import MegatronRun, read_arguments
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit, TrainingRun
@@ -30,7 +29,7 @@ from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.kinds import checked_counts
-from planner.options.option import keywords_of, refuse
+from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
@@ -73,7 +72,7 @@ from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
-SEARCHING = 0.7  # share of the time for a search, before a string of Megatron's is priced
+SEARCHING = 0.7  # share of the time for a search, before a trainer's run is priced
 
 
 @keywords_of(ProfilingOptions)
@@ -158,10 +157,10 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
-    megatron = None
-    if options.megatron is not None:
-        megatron = read_arguments(options.megatron)
-        options = _as_megatron_says(options, megatron)
+    trained = given_run(options, gpus)
+    if trained is not None:
+        gpus = trained.run.gpus
+        options = trained.wanted(options)
     device, dtype = _devices(options)  # before anything is written
     servers = _servers(gpus, options)
     _check_bits(options)
@@ -171,8 +170,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         check_writable(file.folder / name)
 
     degrees = _degrees(options, servers)
-    if megatron is not None:
-        degrees = sorted({*degrees, megatron.tensor})
+    if trained is not None:
+        degrees = sorted({*degrees, trained.run.tensor})
     how = EstimateOptions(
         device,
         dtype,
@@ -182,45 +181,23 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     )
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
-    searching = sooner.clock if megatron is None else sooner.clock.part(SEARCHING)
+    searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
     answer, profile = answer_fit(request.with_clock(searching))
     answer = _with_slow_links(answer, request.about(profile, clock))
-    if megatron is not None:
-        answer = _beside_megatron(answer, request, megatron)
+    if trained is not None:
+        answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
 
 
-def _as_megatron_says(options: FitOptions, run: MegatronRun) -> FitOptions:
-    """Return the options with what a string of Megatron's says; raise InputError where both say
-    it.
-    """
-    refuse(options, "megatron", "batch_size", "minibatch", "tokens", "tensor")
-    if not isinstance(options.gpu, str):
-        raise InputError(
-            "`megatron` has no price on several kinds of GPUs",
-            hint="ask about one kind, or leave out `megatron`",
-        )
-    if run.length is not None:
-        refuse(options, "megatron", "length")
-    if run.dtype is not None:
-        refuse(options, "megatron", "dtype")
-    return replace(
-        options,
-        minibatch=run.global_batch,
-        length=run.length or options.length,
-        dtype=run.dtype or options.dtype,
-    )
-
-
-def _beside_megatron(answer: Fit, request: FitRequest, run: MegatronRun) -> Fit:
-    """Return the answer with the price of a string of Megatron's, and a better one."""
-    question = MegatronQuestion(
-        run,
+def _beside_trainer(answer: Fit, request: FitRequest, given: GivenRun) -> Fit:
+    """Return the answer with the price of a run in a trainer's words, and a better one."""
+    question = TrainerQuestion(
+        given,
         request.cluster_of(request.gpus),
         request.profiles.divided_at,
         request.clock,
     )
-    return replace(answer, trainer_run=answer_megatron(question, answer.asked.plan))
+    return replace(answer, trainer_run=answer_trainer(question, answer.asked.plan))
 
 
 def _check_bits(options: FitOptions) -> None:

@@ -89,7 +89,8 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
-    arguments.add_options(parser, FitOptions, "megatron", "lora", "bits")
+    arguments.add_options(parser, FitOptions, "lora", "bits")
+    arguments.add_options(parser, FitOptions, "megatron", "torchtitan", "deepspeed", "accelerate")
     arguments.add_options(
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
     )
@@ -213,7 +214,8 @@ def fit(args: argparse.Namespace) -> int:
     from planner.reporting.tables.links import links_warning
 
     gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
-    if gpus is None and not isinstance(args.gpu, dict):
+    in_file = args.torchtitan or args.accelerate  # which may say how many
+    if gpus is None and not isinstance(args.gpu, dict) and not in_file:
         raise ClusterError(
             "the question has no number of GPUs",
             hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",

@@ -20,10 +20,19 @@ def trainer_run_report(run: TrainerRun) -> str:
         ("limited by", _limited_by(given)),
         ("memory", missing_memory(given)),
         ("better", _better(run)),
-        ("options", run.arguments),
+        ("options", run.arguments if _in_one_line(run) else None),
+        ("in the script", ", ".join(run.in_script) or None),
         ("not priced", _unknown(run)),
+        ("note", "; ".join(run.remarks) or None),
     ]
-    return named_values(rows)
+    parts = [named_values(rows)]
+    if run.arguments is not None and not _in_one_line(run):
+        parts.append(f"these keys for {run.trainer}, others as they are:\n\n{run.arguments}")
+    return "\n\n".join(parts)
+
+
+def _in_one_line(run: TrainerRun) -> bool:
+    return run.arguments is not None and "\n" not in run.arguments
 
 
 def _speed(plan: Plan) -> str:
