@@ -15,7 +15,7 @@ from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
 from planner.api.trainer_run import GivenRun, TrainerQuestion, answer_trainer, given_run
 from planner.catalog.models import find_model
-from planner.errors import InputError, PlanError, did_you_mean
+from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
@@ -43,9 +43,9 @@ from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.lengths import mean_tokens
 from planner.plan.trainable import check_base, check_trainable
 from planner.profiler.estimated.devices import (
-    DEVICES,
     DeviceSpec,
     DType,
+    check_kind,
     device_spec,
     parse_dtype,
     usual_dtype,
@@ -234,21 +234,10 @@ def _devices(options: FitOptions) -> tuple[DeviceSpec | dict[str, DeviceSpec], D
     """
     names = [options.gpu] if isinstance(options.gpu, str) else list(checked_counts(options.gpu))
     for name in names:
-        _check_gpu(name, alone=len(names) == 1)
+        check_kind(name, alone=len(names) == 1)
     dtype = parse_dtype(options.dtype or usual_dtype(*names))
     specs = {name: device_spec(name, dtype) for name in names}
     return (specs[names[0]] if len(names) == 1 else specs), dtype
-
-
-def _check_gpu(name: str, *, alone: bool) -> None:
-    """Raise InputError for a GPU that is not in the table; CPUs are a kind that stands alone."""
-    known = [gpu for gpu in DEVICES if gpu != "cpu"]
-    if name.lower() in known or (alone and name.lower() == "cpu"):
-        return
-    raise InputError(
-        f"`gpu={name}` is no kind of GPU that is known",
-        hint=f"{did_you_mean(name, known)}known are {', '.join(known)}",
-    )
 
 
 def _servers(gpus: int | None, options: FitOptions) -> Servers | MixedServers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from planner.errors import ClusterError, InfeasibleError, PlannerError
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
-from planner.profiler.estimated.devices import DEVICES
+from planner.profiler.estimated.devices import DEVICES, check_kind
 from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
@@ -208,6 +208,13 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         yield "note", text, hint
 
 
+def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
+    """Return the kinds of GPUs that were asked about."""
+    if gpu is None:
+        return ()
+    return (gpu,) if isinstance(gpu, str) else tuple(gpu)
+
+
 def fit(args: argparse.Namespace) -> int:
     """Run the verb, and return its exit code."""
     from planner.api.servers import number_of_gpus
@@ -220,6 +227,8 @@ def fit(args: argparse.Namespace) -> int:
             "the question has no number of GPUs",
             hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
         )
+    for kind in _kinds(args.gpu):
+        check_kind(kind, alone=not isinstance(args.gpu, dict))
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
         answer = planner.fit(
