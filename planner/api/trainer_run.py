@@ -226,13 +226,16 @@ def as_priced(run: Configuration, gpus: int) -> tuple[Configuration, tuple[str, 
     if why_whole(run.schedule, microbatches, stages, [run.tensor] * run.pipeline) is None:
         return run, ()
     return replace(run, sharding=run.sharding.of_optimizer_alone()._replace(group=0)), (
-        f"the run shards {' and '.join(_PARTS[: run.sharding.level])} over {replicas} replicas "
+        f"the run shards {_SHARDED[run.sharding.level]} over {replicas} replicas "
         f"beside stages or ranks that divide layers, and its price here is of a sharded "
         f"optimizer's state alone: it sends more and needs less memory",
     )
 
 
-_PARTS = ("the optimizer's state", "gradients", "weights")
+_SHARDED = {
+    2: "the optimizer's state and gradients",
+    3: "the optimizer's state, gradients and weights",
+}
 
 
 @dataclass(frozen=True)

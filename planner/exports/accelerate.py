@@ -303,7 +303,7 @@ def _as_megatron(run: Configuration) -> dict[str, Any]:
 def _as_fsdp(run: Configuration, said: Settings) -> dict[str, Any]:
     """Return the keys of FSDP, or of plain data parallelism where nothing is sharded."""
     assert run.gpus is not None
-    if run.pipeline > 1 or run.recomputed_layers is not None:
+    if run.pipeline > 1 or run.recomputes_some:
         raise PlanError("accelerate's section on FSDP has no form for a pipeline")
     if run.sharding.level == 1:
         raise PlanError("FSDP has no form for a sharded optimizer's state alone")

@@ -118,6 +118,11 @@ class Configuration:
             return INTERLEAVED
         return self.schedule
 
+    @property
+    def recomputes_some(self) -> bool:
+        """Whether some layers of a stage recompute, and others do not."""
+        return self.recomputes and (self.recomputed_layers, self.recompute_every) != (None, 1)
+
     def recomputed_of(self, blocks: int) -> bool | int:
         """Return how many of a stage's blocks run their forward again, each by itself."""
         if not self.recomputes:

@@ -160,7 +160,7 @@ def sections_of(run: Configuration) -> dict[str, Any]:
     """Return DeepSpeed's sections on sharding, precision and divided layers."""
     if run.pipeline > 1 or run.schedule is not FLUSH:
         raise PlanError("DeepSpeed's file has no form for a pipeline")
-    if run.recomputes and run.recomputed_layers is not None:
+    if run.recomputes_some:
         raise PlanError("DeepSpeed's script recomputes all layers or none")
     if run.tensor > 1 and run.sharding.level == _MOST_LEVEL:
         raise PlanError("DeepSpeed does not divide layers whose weights are sharded")
