@@ -68,6 +68,7 @@ from planner.solver.fit import fit as answer_fit
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
+from planner.solver.tuning.record import STANDARD
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
@@ -153,7 +154,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
         2
     """
-    clock = Clock.of(options.time_limit_s, options.progress)
+    share = STANDARD.fit.computing_share
+    clock = Clock.of(options.time_limit_s, options.progress, computing_share=share)
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
