@@ -11,6 +11,7 @@ from pathlib import Path
 import planner
 from planner.cli import arguments, measured, output
 from planner.errors import ClusterError, InfeasibleError, PlannerError
+from planner.options.kinds import checked_counts
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
@@ -212,7 +213,7 @@ def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
     """Return the kinds of GPUs that were asked about."""
     if gpu is None:
         return ()
-    return (gpu,) if isinstance(gpu, str) else tuple(gpu)
+    return (gpu,) if isinstance(gpu, str) else tuple(checked_counts(gpu))
 
 
 def fit(args: argparse.Namespace) -> int:
