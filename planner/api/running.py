@@ -13,7 +13,13 @@ from pathlib import Path
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
-from planner.api.trainer_run import GivenRun, TrainerQuestion, answer_trainer, given_run
+from planner.api.trainer_run import (
+    GivenRun,
+    TrainerQuestion,
+    answer_trainer,
+    given_run,
+    says_length,
+)
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
@@ -159,7 +165,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
-    trained = given_run(options, gpus)
+    trained = given_run(options, gpus, model)
     if trained is not None:
         gpus = trained.run.gpus
         options = trained.wanted(options)
@@ -345,7 +351,7 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
     """Return the model file; write one for a model that was given by its name."""
     path = Path(model)
     place = None if options.place is None else Path(options.place)
-    if path.suffix.partition(":")[0] == ".py":  # which a builder may follow
+    if says_length(model):
         if options.length is not None:
             raise InputError(
                 f"'{model}' says itself how long its samples are, so `length={options.length}` "

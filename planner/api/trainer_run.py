@@ -96,8 +96,10 @@ class GivenRun:
         )
 
 
-def given_run(options: FitOptions, gpus: int | None) -> GivenRun | None:
+def given_run(options: FitOptions, gpus: int | None, model: str | Path) -> GivenRun | None:
     """Return the run that a question gives in a trainer's words; None where it gives none.
+
+    Samples are as long as a model file says, whatever the run's words say.
 
     Raises:
         InputError: for several of them, and for words that say no run.
@@ -123,7 +125,17 @@ def given_run(options: FitOptions, gpus: int | None) -> GivenRun | None:
     )
     text = trainer.words(words)
     run = trainer.read(text, asked)
+    if run.length is not None and says_length(model):
+        remark = f"samples are as long as '{model}' says, and not {run.length} tokens"
+        run = replace(run, length=None, remarks=(*run.remarks, remark))
     return GivenRun(trainer, text, replace(run, gpus=run.gpus or gpus), asked)
+
+
+def says_length(model: str | Path) -> bool:
+    """Return whether a model is a file that says how long its samples are; a builder's name may
+    follow.
+    """
+    return Path(model).suffix.partition(":")[0] == ".py"
 
 
 @dataclass(frozen=True)
@@ -226,16 +238,10 @@ def as_priced(run: Configuration, gpus: int) -> tuple[Configuration, tuple[str, 
     if why_whole(run.schedule, microbatches, stages, [run.tensor] * run.pipeline) is None:
         return run, ()
     return replace(run, sharding=run.sharding.of_optimizer_alone()._replace(group=0)), (
-        f"the run shards {_SHARDED[run.sharding.level]} over {replicas} replicas "
+        f"the run shards {run.sharding.words} over {replicas} replicas "
         f"beside stages or ranks that divide layers, and its price here is of a sharded "
         f"optimizer's state alone: it sends more and needs less memory",
     )
-
-
-_SHARDED = {
-    2: "the optimizer's state and gradients",
-    3: "the optimizer's state, gradients and weights",
-}
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import Any
 from planner.errors import InputError, PlanError
 from planner.exports import deepspeed
 from planner.exports.configuration import Asked, Batches, Configuration, copies_of
+from planner.exports.deepspeed import zero_stage
 from planner.exports.settings import Settings, parsed, parsed_yaml, text_of
 from planner.formats.files import parse_json, replace
 from planner.schedule.one_stage import FLUSH
-from planner.stages.sharding import UNSHARDED, Sharding
+from planner.stages.sharding import UNSHARDED, ZERO_1, ZERO_2, ZERO_3, Sharding
 
 DDP = "MULTI_GPU"
 FSDP = "FSDP"
@@ -30,18 +31,18 @@ _PRECISIONS = {
     "fp8": "bfloat16",
 }
 _WORDS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-# By torch's names and numbers of a ShardingStrategy: the level, and whether servers repeat it.
-_STRATEGIES: Mapping[str, tuple[int, bool]] = {
-    "FULL_SHARD": (3, False),
-    "1": (3, False),
-    "SHARD_GRAD_OP": (2, False),
-    "2": (2, False),
-    "NO_SHARD": (0, False),
-    "3": (0, False),
-    "HYBRID_SHARD": (3, True),
-    "4": (3, True),
-    "HYBRID_SHARD_ZERO2": (2, True),
-    "5": (2, True),
+# By torch's names and numbers of a ShardingStrategy: what is divided, whether servers repeat it.
+_STRATEGIES: Mapping[str, tuple[Sharding, bool]] = {
+    "FULL_SHARD": (ZERO_3, False),
+    "1": (ZERO_3, False),
+    "SHARD_GRAD_OP": (ZERO_2, False),
+    "2": (ZERO_2, False),
+    "NO_SHARD": (UNSHARDED, False),
+    "3": (UNSHARDED, False),
+    "HYBRID_SHARD": (ZERO_3, True),
+    "4": (ZERO_3, True),
+    "HYBRID_SHARD_ZERO2": (ZERO_2, True),
+    "5": (ZERO_2, True),
 }
 _NEUTRAL = (
     *("compute_environment", "debug", "machine_rank", "main_*", "rdzv_*", "same_network"),
@@ -176,21 +177,20 @@ def _strategy(said: Settings, copies: int) -> Sharding:
     if version == 1:
         said.get("fsdp_config.fsdp_reshard_after_forward")
         key = "fsdp_config.fsdp_sharding_strategy"
-        level, in_servers = said.choice(key, _STRATEGIES) or (3, False)
+        sharding, in_servers = said.choice(key, _STRATEGIES) or (ZERO_3, False)
         machines = said.count("num_machines") or 1
-        group = copies // machines if in_servers and machines > 1 else 0
+        if in_servers and machines > 1:
+            sharding = sharding.in_groups(copies // machines)
     else:
         reshards = said.switch("fsdp_config.fsdp_reshard_after_forward")
-        level, group = (2 if reshards is False else 3), 0
-    if copies == 1 or not level:
-        return UNSHARDED
-    return Sharding(level, group)
+        sharding = ZERO_2 if reshards is False else ZERO_3
+    return sharding if copies > 1 else UNSHARDED
 
 
 def _in_groups(sharding: Sharding, shards: int, copies: int) -> Sharding:
     if shards == 1:
         return UNSHARDED
-    return Sharding(sharding.level, shards if shards < copies else 0)
+    return sharding.in_groups(shards if shards < copies else 0)
 
 
 def _megatron(said: Settings, asked: Asked) -> Configuration:
@@ -212,7 +212,7 @@ def _megatron(said: Settings, asked: Asked) -> Configuration:
         global_batch=whole,
         recomputes=bool(asked.recomputes),
         sequence_parallel=bool(said.switch(f"{section}sequence_parallelism")) and tensor > 1,
-        sharding=Sharding(1)
+        sharding=ZERO_1
         if said.switch(f"{section}use_distributed_optimizer") and copies > 1
         else UNSHARDED,
         dtype=_precision(said),
@@ -229,19 +229,16 @@ def _deepspeed(said: Settings, asked: Asked) -> Configuration:
         return replace(run, dtype=run.dtype or dtype)
 
     assert asked.gpus is not None
-    level = said.count("deepspeed_config.zero_stage", least=0)
+    zero = zero_stage(said, "deepspeed_config.zero_stage")
     section = "deepspeed_config."
     batches = Batches(said.file, accumulation=said.count(f"{section}gradient_accumulation_steps"))
     micro, whole = batches.settled(asked, asked.gpus)
-    level = 2 if level is None else level
-    if level > 3:
-        raise said.wrong(f"{section}zero_stage", "no stage of ZeRO", "give 0, 1, 2 or 3")
     return Configuration(
         gpus=asked.gpus,
         micro_batch=micro,
         global_batch=whole,
         recomputes=bool(asked.recomputes),
-        sharding=Sharding(level) if level and asked.gpus > 1 else UNSHARDED,
+        sharding=(zero or ZERO_2) if asked.gpus > 1 else UNSHARDED,
         dtype=dtype,
     )
 
@@ -305,13 +302,13 @@ def _as_fsdp(run: Configuration, said: Settings) -> dict[str, Any]:
     assert run.gpus is not None
     if run.pipeline > 1 or run.recomputes_some:
         raise PlanError("accelerate's section on FSDP has no form for a pipeline")
-    if run.sharding.level == 1:
+    if run.sharding.divides_optimizer_alone:
         raise PlanError("FSDP has no form for a sharded optimizer's state alone")
     if run.tensor == 1 and not run.sharding.divides_anything:
         if not run.autocast and run.dtype != "float32":
             raise PlanError("data parallelism of PyTorch keeps weights in float32")
         return {"distributed_type": DDP}
-    sharded = run.sharding.level == 3
+    sharded = run.sharding.divides_weights
     section: dict[str, Any] = {"fsdp_activation_checkpointing": run.recomputes}
     second = said.values.get("fsdp_config.fsdp_version") in (2, "2")
     copies = run.replicas(run.gpus)

@@ -13,10 +13,9 @@ from planner.exports.configuration import Asked, Batches, Configuration, copies_
 from planner.exports.settings import Settings, parsed
 from planner.formats.files import parse_json
 from planner.schedule.one_stage import FLUSH
-from planner.stages.sharding import UNSHARDED, Sharding
+from planner.stages.sharding import UNSHARDED, ZERO_STAGES, Sharding
 
 TENSOR = "tensor_parallel.autotp_size"
-_MOST_LEVEL = 3
 _NEUTRAL = (
     *("optimizer.params.*", "scheduler.*", "gradient_clipping", "steps_per_print", "dump_state"),
     *("wall_clock_breakdown", "wandb.*", "csv_monitor.*", "tensorboard.*", "comet.*"),
@@ -26,7 +25,7 @@ _NEUTRAL = (
     *("sparse_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("cuda_visible_devices", "seed", "zero_optimization.*16bit_weights*", "local_rank"),
     *("zero_optimization.load_from_fp32_weights", "zero_optimization.elastic_checkpoint"),
-    *("zero_optimization.offload_*.pin_memory", "zero_optimization.offload_*.*_path"),
+    *("zero_optimization.offload_*.pin_*", "zero_optimization.offload_*.*_path"),
     *("zero_optimization.allgather_partitions", "zero_optimization.ignore_unused_parameters"),
     "zero_optimization.legacy_stage1",
 )
@@ -67,10 +66,9 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
         said.count("train_batch_size"),
     )
     micro, whole = batches.settled(asked, copies)
-    level = said.count("zero_optimization.stage", least=0) or 0
-    if level > _MOST_LEVEL:
-        raise said.wrong("zero_optimization.stage", "no stage of ZeRO", "give 0, 1, 2 or 3")
-    group = _group(said, copies, level)
+    sharding = zero_stage(said, "zero_optimization.stage") or UNSHARDED
+    if sharding.divides_weights:
+        sharding = sharding.in_groups(_group(said, copies))
     _understand_optimizer(said)
     dtype = _dtype(said)
     autocast = _understand_autocast(said)
@@ -80,7 +78,7 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
         micro_batch=micro,
         global_batch=whole,
         recomputes=bool(asked.recomputes),
-        sharding=Sharding(level, group) if level and copies > 1 else UNSHARDED,
+        sharding=sharding if copies > 1 else UNSHARDED,
         dtype=dtype,
         autocast=autocast,
         unknown=said.left(_NEUTRAL, _PRICED),
@@ -88,10 +86,20 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
     )
 
 
-def _group(said: Settings, copies: int, level: int) -> int:
+def zero_stage(said: Settings, key: str) -> Sharding | None:
+    """Return what a stage of ZeRO divides; raise InputError for a number that is none."""
+    stage = said.count(key, least=0)
+    if stage is None:
+        return None
+    if stage >= len(ZERO_STAGES):
+        raise said.wrong(key, "no stage of ZeRO", "give 0, 1, 2 or 3")
+    return ZERO_STAGES[stage]
+
+
+def _group(said: Settings, copies: int) -> int:
     """Return how many replicas divide what there is: all, or MiCS's groups."""
     group = said.count("zero_optimization.mics_shard_size", least=-1)
-    if group is None or group < 1 or group >= copies or level < _MOST_LEVEL:
+    if group is None or group < 1 or group >= copies:
         return 0
     return group
 
@@ -162,10 +170,10 @@ def sections_of(run: Configuration) -> dict[str, Any]:
         raise PlanError("DeepSpeed's file has no form for a pipeline")
     if run.recomputes_some:
         raise PlanError("DeepSpeed's script recomputes all layers or none")
-    if run.tensor > 1 and run.sharding.level == _MOST_LEVEL:
+    if run.tensor > 1 and run.sharding.divides_weights:
         raise PlanError("DeepSpeed does not divide layers whose weights are sharded")
-    zero: dict[str, Any] = {"stage": run.sharding.level}
-    if run.sharding.group and run.sharding.level < _MOST_LEVEL:
+    zero: dict[str, Any] = {"stage": run.sharding.zero_stage}
+    if run.sharding.group and not run.sharding.divides_weights:
         raise PlanError("DeepSpeed's groups of replicas divide weights")
     if run.sharding.group:
         zero["mics_shard_size"] = run.sharding.group

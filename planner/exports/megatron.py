@@ -12,7 +12,7 @@ from planner.errors import InputError, PlanError
 from planner.exports.configuration import Asked, Configuration
 from planner.options.numbers import is_count
 from planner.schedule.one_stage import FLUSH
-from planner.stages.sharding import UNSHARDED, Sharding
+from planner.stages.sharding import UNSHARDED, ZERO_1
 
 TENSOR = "--tensor-model-parallel-size"
 PIPELINE = "--pipeline-model-parallel-size"
@@ -90,7 +90,7 @@ def read_arguments(text: str, _: Asked | None = None) -> Configuration:
         recomputes=whole_layers,
         recomputed_layers=counts.get(RECOMPUTED_LAYERS) if method == "block" else None,
         sequence_parallel=SEQUENCE_PARALLEL in found,
-        sharding=Sharding(1) if SHARDED in found else UNSHARDED,
+        sharding=ZERO_1 if SHARDED in found else UNSHARDED,
         dtype=next((dtype for name, dtype in _HALVES.items() if name in found), None),
         unknown=tuple(unknown),
     )

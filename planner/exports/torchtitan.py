@@ -1,7 +1,7 @@
 """torchtitan's words for a configuration: the sections of its TOML files, read and written.
 
 Names and defaults are those of `torchtitan/config/job_config.py` up to January 2026. Later ones are
-given to functions of its `config_registry`, which `plan export --to torchtitan` writes for.
+given to functions of its `config_registry`, for which `planner.export` writes.
 """
 
 import json
@@ -14,7 +14,7 @@ from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
-from planner.stages.sharding import UNSHARDED, Sharding
+from planner.stages.sharding import UNSHARDED, ZERO_2, ZERO_3, Sharding
 
 _SCHEDULES: Mapping[str, Schedule] = {
     "1F1B": FLUSH,
@@ -85,7 +85,7 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
         gpus=gpus,
         micro_batch=micro,
         global_batch=whole,
-        length=said.count("training.seq_len") or 2048,
+        length=said.count("training.seq_len"),
         schedule=schedule if pipeline > 1 else FLUSH,
         chunks=_chunks(said, schedule, pipeline),
         layers_per_chunk=said.count("parallelism.pipeline_parallel_layers_per_stage"),
@@ -190,7 +190,8 @@ def _sharding(said: Settings, repeated: int, shards: int, pipeline: int) -> Shar
         return UNSHARDED
     if reshards is None:
         reshards = pipeline == 1
-    return Sharding(3 if reshards else 2, shards if repeated > 1 else 0)
+    sharding = ZERO_3 if reshards else ZERO_2
+    return sharding.in_groups(shards if repeated > 1 else 0)
 
 
 def _dtype(said: Settings) -> str | None:
@@ -206,7 +207,7 @@ def write_torchtitan(run: Configuration, _: str = "") -> str:
     Raises:
         PlanError: for what torchtitan has no keys for.
     """
-    if run.sharding.level == 1:
+    if run.sharding.divides_optimizer_alone:
         raise PlanError("torchtitan has no form for a sharded optimizer's state alone")
     if run.recomputed_layers is not None:
         raise PlanError("torchtitan recomputes all layers, every n-th or none")
@@ -253,7 +254,7 @@ def _parallelism(run: Configuration, copies: int, schedule: str) -> Iterator[tup
     yield "data_parallel_replicate_degree", copies // shards
     yield "data_parallel_shard_degree", shards
     if shards > 1:
-        kept = run.sharding.level == 2
+        kept = not run.sharding.divides_weights
         yield "fsdp_reshard_after_forward", "never" if kept else "always"
     yield "tensor_parallel_degree", run.tensor
     yield "pipeline_parallel_degree", run.pipeline

@@ -96,7 +96,7 @@ def configuration_of(plan: Plan) -> Configuration:
     Raises:
         PlanError: for a plan that copies none, or whose ranks divide experts and samples.
     """
-    if len(set(plan.replicas)) > 1 or len(set(plan.degrees)) > 1:
+    if any(len(set(counts)) > 1 for counts in (plan.replicas, plan.degrees)):
         raise PlanError(f"trainers copy whole pipelines, and '{plan.config}' has other stages")
     if sample_parts(plan) > 1:
         raise PlanError(f"ranks that share '{plan.model}' divide its experts here, not its layers")

@@ -21,6 +21,7 @@ from planner.exports.trainers import TRAINERS, Trainer
 from planner.formats.files import replace
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
+from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
 from planner.stages.sharding import UNSHARDED, Sharding
 
@@ -438,7 +439,7 @@ def drawn(rng: random.Random) -> Configuration:
     if pipeline > 1:
         chunks = rng.choice((1, 1, 2))
     recomputes = rng.random() < 0.5
-    schedule = FLUSH
+    schedule: Schedule = FLUSH
     if pipeline > 1 and chunks == 2:
         schedule = rng.choice((INTERLEAVED, ZB_V))
     return Configuration(
