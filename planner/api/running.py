@@ -160,8 +160,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
         2
     """
-    share = STANDARD.fit.computing_share
-    clock = Clock.of(options.time_limit_s, options.progress, computing_share=share)
+    clock = _clock_of(options)
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
@@ -195,6 +194,17 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
+
+
+def _clock_of(options: FitOptions) -> Clock:
+    """Return the clock of all searches, which leave some of the time to other work on the machine,
+    and some to what comes after them.
+    """
+    tuning = STANDARD.fit
+    limit_s = options.time_limit_s
+    if limit_s is not None:
+        limit_s *= 1 - tuning.ending_share
+    return Clock.of(limit_s, options.progress, computing_share=tuning.computing_share)
 
 
 def _beside_trainer(answer: Fit, request: FitRequest, given: GivenRun) -> Fit:

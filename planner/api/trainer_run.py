@@ -252,7 +252,7 @@ class _Priced:
 
 def _best(question: TrainerQuestion, found: Plan | None) -> _Priced | None:
     """Return the fastest run that fits the memory, priced; None where none was found in time."""
-    runs = [] if found is None else _as_run(found)
+    runs = [] if found is None else _as_run(found, question.given.run)
     runs += _others(question)
 
     no_time = Clock.of(0.0)
@@ -293,12 +293,23 @@ def _priced(question: TrainerQuestion, run: Configuration, clock: Clock) -> _Pri
         return None
 
 
-def _as_run(found: Plan) -> list[Configuration]:
-    """Return the answer of a search as trainers are told it, if there are words for it."""
+def _as_run(found: Plan, given: Configuration) -> list[Configuration]:
+    """Return the answer of a search as trainers are told it, if there are words for it, with what a
+    given run says beside its stages.
+    """
     try:
-        return [configuration_of(found)]
+        run = configuration_of(found)
     except PlanError:
         return []
+    return [
+        replace(
+            run,
+            machines=given.machines,
+            length=given.length,
+            dtype=given.dtype,
+            autocast=given.autocast,
+        )
+    ]
 
 
 def _others(question: TrainerQuestion) -> Iterator[Configuration]:

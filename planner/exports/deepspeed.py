@@ -137,8 +137,6 @@ def _understand_autocast(said: Settings) -> bool:
 
 def _remarks(said: Settings, asked: Asked) -> tuple[str, ...]:
     sections = [key for key in said.values if key.startswith("activation_checkpointing.")]
-    for key in sections:
-        said.get(key)
     if not sections or asked.recomputes is not None:
         return ()
     return (

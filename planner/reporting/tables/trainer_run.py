@@ -16,7 +16,7 @@ def trainer_run_report(run: TrainerRun) -> str:
     """
     given = run.given
     rows: list[tuple[str, str | None]] = [
-        ("as given", f"{config_words(given.config)}, {_speed(given)}"),
+        ("as given", f"{_ways(given)}, {_speed(given)}"),
         ("limited by", _limited_by(given)),
         ("memory", missing_memory(given)),
         ("better", _better(run)),
@@ -33,6 +33,17 @@ def trainer_run_report(run: TrainerRun) -> str:
 
 def _in_one_line(run: TrainerRun) -> bool:
     return run.arguments is not None and "\n" not in run.arguments
+
+
+def _ways(plan: Plan) -> str:
+    """Write the degrees of a plan, what its replicas divide, and whether it recomputes."""
+    first = plan.stages[0]
+    parts = [config_words(plan.config)]
+    if first.shards_optimizer:
+        parts.append(first.sharding_words.removeprefix("data parallel, "))
+    if any(stage.recomputes for stage in plan.stages):
+        parts.append("recomputing")
+    return ", ".join(parts)
 
 
 def _speed(plan: Plan) -> str:
@@ -60,7 +71,7 @@ def _better(run: TrainerRun) -> str:
         speedup = "fits"
         possible = ""
     gain = f"{speedup}, {possible}" if possible else speedup
-    return f"{gain}: {config_words(run.better.config)}, {_speed(run.better)}"
+    return f"{gain}: {_ways(run.better)}, {_speed(run.better)}"
 
 
 def _unknown(run: TrainerRun) -> str | None:

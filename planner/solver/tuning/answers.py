@@ -66,6 +66,9 @@ class FitTuning:
     # beside as much of that, what is looked at is the same.
     computing_share: float = 0.75
 
+    # Share of the time limit for what comes after the last search: its table, and files.
+    ending_share: float = 0.05
+
     # Shares of the time left: for choosing sizes of microbatches, on which more depends than on any
     # search, since a size too small costs tens of times; then for the cluster that was asked about.
     # Other numbers of GPUs share the rest.
