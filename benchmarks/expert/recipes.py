@@ -26,6 +26,7 @@ from planner.api.trainer_run import as_priced, stages_of
 from planner.errors import PlannerError
 from planner.exports.configuration import Configuration
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.profiler.estimated.devices import usual_dtype
@@ -284,17 +285,12 @@ def priced(recipe: Recipe, model: Path, cluster: Cluster) -> tuple[Plan, bool]:
     )
     given, _ = as_priced(recipe.run, recipe.gpus)
     if given.tensor > 1 and given.sequence_parallel:
-        cluster = planner_replace(cluster)
+        cluster = replace(cluster, sequence_parallel=True)
     plan = price(profile, cluster, stages_of(given, profile, recipe.gpus))
     if not lacking(plan) or given.recomputes:
         return plan, given.recomputes
-    again = Configuration(**{**vars(given), "recomputes": True})
+    again = replace(given, recomputes=True)
     return price(profile, cluster, stages_of(again, profile, recipe.gpus)), True
-
-
-def planner_replace(cluster: Cluster) -> Cluster:
-    """Return the cluster whose ranks divide the tokens between their layers' products."""
-    return cluster.model_copy(update={"sequence_parallel": True})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
