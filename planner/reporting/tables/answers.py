@@ -34,7 +34,6 @@ _NAMES = {
     "send": "link, sending",
     "shared_link": "server's link",
 }
-MUCH_MORE = 9.0  # a relative change that is written as a multiple
 WORTH_A_ROW = 0.05  # share of the time that a resource is busy
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 
@@ -82,7 +81,7 @@ def _signed(change: float) -> str:
     """
     if not round(change, 2):
         return "0%"
-    if change >= MUCH_MORE:
+    if change >= words.MUCH_MORE:
         return f"{1 + change:,.0f}x"
     return f"{change:+.0%}"
 

@@ -31,6 +31,7 @@ from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.stages.replicas import update_words
 from planner.units import (
+    SLACK,
     as_fast,
     counted,
     format_bandwidth,
@@ -42,6 +43,7 @@ from planner.units import (
 )
 
 _PARTS = tuple(name for name in StageMemory.model_fields if name.endswith("_bytes"))
+MUCH_MORE = 9.0  # a relative change that is written as a multiple
 MOST_RUNS = 4  # of consecutive ranks of a stage that are listed one by one
 _RESOURCES = {
     "compute": "the computation of stage {stage}",
@@ -476,7 +478,10 @@ def best_baseline_line(plan: Plan) -> str | None:
         return None
     ratio = as_fast(1 / share_of_speed(plan, best))
     row = f"{best.name} ({config_words(best.config)})"
-    return f"the plan is {ratio} as the fastest baseline that fits, {row}{other_update(best, plan)}"
+    line = f"the plan is {ratio} as the fastest baseline that fits, {row}{other_update(best, plan)}"
+    if plan.estimated_faster and share_of_speed(plan, best) > 1 + SLACK:
+        line += ": estimates do not tell them apart"
+    return line
 
 
 def _communication(plan: Plan) -> str:
@@ -492,11 +497,13 @@ def _communication(plan: Plan) -> str:
 
 
 def _than_data_parallel(cut: float | None) -> str:
-    """Write a cut as "96% less than data parallel", or a negative one as "4% more"; nothing where
-    it is neither.
+    """Write a cut as "96% less than data parallel", or a negative one as "4% more" or "30x as
+    much"; nothing where it is neither.
     """
     if cut is None or not round(cut, 2):
         return ""
+    if -cut >= MUCH_MORE:
+        return f"{1 - cut:,.0f}x as much as data parallel"
     return f"{abs(cut):.0%} {'less' if cut > 0 else 'more'} than data parallel"
 
 
