@@ -186,6 +186,11 @@ def answer_trainer(question: TrainerQuestion, found: Plan | None) -> TrainerRun:
     best = _best(question, found)
     if best is not None and not _is_better(best.plan, plan):
         best = None
+    arguments = None
+    in_script: tuple[str, ...] = ()
+    if best is not None:
+        arguments = asked.trainer.write(best.run, asked.text)
+        in_script = tuple(asked.trainer.in_script(best.run, arguments))
     bound_s = None if found is None else found.solver.lower_bound_s
     return TrainerRun(
         trainer=asked.trainer.title,
@@ -193,8 +198,8 @@ def answer_trainer(question: TrainerQuestion, found: Plan | None) -> TrainerRun:
         unknown=asked.run.unknown,
         remarks=(*asked.run.remarks, *remark),
         better=None if best is None else best.plan,
-        arguments=None if best is None else asked.trainer.write(best.run, asked.text),
-        in_script=() if best is None else tuple(asked.trainer.in_script(best.run)),
+        arguments=arguments,
+        in_script=in_script,
         bound_s=bound_s or None,
     )
 

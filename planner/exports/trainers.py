@@ -56,15 +56,17 @@ class Trainer:
         """Return the words themselves, of a file where they are in one."""
         return text_of(Path(given)) if self.in_file else str(given)
 
-    def in_script(self, run: Configuration) -> Iterator[str]:
-        """Yield what the script must say of a configuration, where the words have no place for
+    def in_script(self, run: Configuration, words: str) -> Iterator[str]:
+        """Yield what the script must say of a configuration, where its words have no place for
         it.
         """
         if not self.says_batches:
             assert run.gpus is not None
             yield f"{run.micro_batch} samples per forward"
             yield f"gradients of {run.accumulation(run.gpus)} forwards accumulated"
-        if not self.says_recomputation and run.recomputes:
+        # accelerate's section on FSDP says it.
+        said = self.says_recomputation or "activation_checkpointing: true" in words
+        if run.recomputes and not said:
             yield "gradient checkpointing on"
 
 
