@@ -189,7 +189,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
     searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
-    answer, profile = answer_fit(request.with_clock(searching))
+    asked = replace(request.with_clock(searching), only_asked=trained is not None)
+    answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)

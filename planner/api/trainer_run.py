@@ -183,7 +183,9 @@ def answer_trainer(question: TrainerQuestion, found: Plan | None) -> TrainerRun:
     run, remark = as_priced(asked.run, question.cluster.gpus)
     plan = question.priced(run, question.clock.at_least(LEAST_S))
     _check_same(asked.trainer, run, plan)
-    best = _best(question, found)
+    best, untried = _best(question, found)
+    if untried:
+        remark = (*remark, "not all other sizes were tried, the time ended")
     if best is not None and not _is_better(best.plan, plan):
         best = None
     arguments = None
@@ -255,15 +257,19 @@ class _Priced:
     plan: Plan
 
 
-def _best(question: TrainerQuestion, found: Plan | None) -> _Priced | None:
-    """Return the fastest run that fits the memory, priced; None where none was found in time."""
+def _best(question: TrainerQuestion, found: Plan | None) -> tuple[_Priced | None, bool]:
+    """Return the fastest run that fits the memory, priced; None where none was found in time. And
+    whether the time ended before all were priced.
+    """
     runs = [] if found is None else _as_run(found, question.given.run)
     runs += _others(question)
 
     no_time = Clock.of(0.0)
     promising: list[_Priced] = []
+    untried = False
     for run in dict.fromkeys(runs):
         if promising and question.clock.passed:
+            untried = True
             break
         priced = _priced(question, run, no_time)
         if priced is not None and _fits(priced.plan):
@@ -279,7 +285,7 @@ def _best(question: TrainerQuestion, found: Plan | None) -> _Priced | None:
             continue
         if best is None or _seconds(priced.plan) < _seconds(best.plan):
             best = priced
-    return best
+    return best, untried
 
 
 def _priced(question: TrainerQuestion, run: Configuration, clock: Clock) -> _Priced | None:
