@@ -11,16 +11,21 @@ from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
-from planner.api.megatron import MegatronQuestion, answer_megatron
 from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
+from planner.api.trainer_run import (
+    GivenRun,
+    TrainerQuestion,
+    answer_trainer,
+    given_run,
+    says_length,
+)
 from planner.catalog.models import find_model
-from planner.errors import InputError, PlanError, did_you_mean
+from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
-from planner.exports.megatron import MegatronRun, read_arguments
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit, TrainingRun
@@ -30,7 +35,7 @@ from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.kinds import checked_counts
-from planner.options.option import keywords_of, refuse
+from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
@@ -44,9 +49,9 @@ from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.lengths import mean_tokens
 from planner.plan.trainable import check_base, check_trainable
 from planner.profiler.estimated.devices import (
-    DEVICES,
     DeviceSpec,
     DType,
+    check_kind,
     device_spec,
     parse_dtype,
     usual_dtype,
@@ -69,11 +74,12 @@ from planner.solver.fit import fit as answer_fit
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
+from planner.solver.tuning.record import STANDARD
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
-SEARCHING = 0.7  # share of the time for a search, before a string of Megatron's is priced
+SEARCHING = 0.7  # share of the time for a search, before a trainer's run is priced
 
 
 @keywords_of(ProfilingOptions)
@@ -154,14 +160,14 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
         2
     """
-    clock = Clock.of(options.time_limit_s, options.progress)
+    clock = _clock_of(options)
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
-    megatron = None
-    if options.megatron is not None:
-        megatron = read_arguments(options.megatron)
-        options = _as_megatron_says(options, megatron)
+    trained = given_run(options, gpus, model)
+    if trained is not None:
+        gpus = trained.run.gpus
+        options = trained.wanted(options)
     device, dtype = _devices(options)  # before anything is written
     servers = _servers(gpus, options)
     _check_bits(options)
@@ -171,8 +177,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         check_writable(file.folder / name)
 
     degrees = _degrees(options, servers)
-    if megatron is not None:
-        degrees = sorted({*degrees, megatron.tensor})
+    if trained is not None:
+        degrees = sorted({*degrees, trained.run.tensor})
     how = EstimateOptions(
         device,
         dtype,
@@ -182,45 +188,35 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     )
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
-    searching = sooner.clock if megatron is None else sooner.clock.part(SEARCHING)
-    answer, profile = answer_fit(request.with_clock(searching))
+    searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
+    asked = replace(request.with_clock(searching), only_asked=trained is not None)
+    answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
-    if megatron is not None:
-        answer = _beside_megatron(answer, request, megatron)
+    if trained is not None:
+        answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
 
 
-def _as_megatron_says(options: FitOptions, run: MegatronRun) -> FitOptions:
-    """Return the options with what a string of Megatron's says; raise InputError where both say
-    it.
+def _clock_of(options: FitOptions) -> Clock:
+    """Return the clock of all searches, which leave some of the time to other work on the machine,
+    and some to what comes after them.
     """
-    refuse(options, "megatron", "batch_size", "minibatch", "tokens", "tensor")
-    if not isinstance(options.gpu, str):
-        raise InputError(
-            "`megatron` has no price on several kinds of GPUs",
-            hint="ask about one kind, or leave out `megatron`",
-        )
-    if run.length is not None:
-        refuse(options, "megatron", "length")
-    if run.dtype is not None:
-        refuse(options, "megatron", "dtype")
-    return replace(
-        options,
-        minibatch=run.global_batch,
-        length=run.length or options.length,
-        dtype=run.dtype or options.dtype,
-    )
+    tuning = STANDARD.fit
+    limit_s = options.time_limit_s
+    if limit_s is not None:
+        limit_s *= 1 - tuning.ending_share
+    return Clock.of(limit_s, options.progress, computing_share=tuning.computing_share)
 
 
-def _beside_megatron(answer: Fit, request: FitRequest, run: MegatronRun) -> Fit:
-    """Return the answer with the price of a string of Megatron's, and a better one."""
-    question = MegatronQuestion(
-        run,
+def _beside_trainer(answer: Fit, request: FitRequest, given: GivenRun) -> Fit:
+    """Return the answer with the price of a run in a trainer's words, and a better one."""
+    question = TrainerQuestion(
+        given,
         request.cluster_of(request.gpus),
         request.profiles.divided_at,
         request.clock,
     )
-    return replace(answer, trainer_run=answer_megatron(question, answer.asked.plan))
+    return replace(answer, trainer_run=answer_trainer(question, answer.asked.plan))
 
 
 def _check_bits(options: FitOptions) -> None:
@@ -257,21 +253,10 @@ def _devices(options: FitOptions) -> tuple[DeviceSpec | dict[str, DeviceSpec], D
     """
     names = [options.gpu] if isinstance(options.gpu, str) else list(checked_counts(options.gpu))
     for name in names:
-        _check_gpu(name, alone=len(names) == 1)
+        check_kind(name, alone=len(names) == 1)
     dtype = parse_dtype(options.dtype or usual_dtype(*names))
     specs = {name: device_spec(name, dtype) for name in names}
     return (specs[names[0]] if len(names) == 1 else specs), dtype
-
-
-def _check_gpu(name: str, *, alone: bool) -> None:
-    """Raise InputError for a GPU that is not in the table; CPUs are a kind that stands alone."""
-    known = [gpu for gpu in DEVICES if gpu != "cpu"]
-    if name.lower() in known or (alone and name.lower() == "cpu"):
-        return
-    raise InputError(
-        f"`gpu={name}` is no kind of GPU that is known",
-        hint=f"{did_you_mean(name, known)}known are {', '.join(known)}",
-    )
 
 
 def _servers(gpus: int | None, options: FitOptions) -> Servers | MixedServers:
@@ -377,7 +362,7 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
     """Return the model file; write one for a model that was given by its name."""
     path = Path(model)
     place = None if options.place is None else Path(options.place)
-    if path.suffix.partition(":")[0] == ".py":  # which a builder may follow
+    if says_length(model):
         if options.length is not None:
             raise InputError(
                 f"'{model}' says itself how long its samples are, so `length={options.length}` "

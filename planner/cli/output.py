@@ -272,9 +272,10 @@ def progress_text(progress: Progress) -> str:
 
     parts = ["no plan so far"]
     if progress.config:
+        least = "" if progress.simulated else "at least "
         parts = [
-            f"best so far {config_words(progress.config)}, {format_seconds(progress.best_s)} per "
-            f"minibatch"
+            f"best so far {config_words(progress.config)}, {least}"
+            f"{format_seconds(progress.best_s)} per minibatch"
         ]
     if 0 < progress.bound_s < math.inf:  # no plan is known to fit where it is infinite
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import planner
 from planner.cli import arguments, measured, output
 from planner.errors import ClusterError, InfeasibleError, PlannerError
+from planner.options.kinds import checked_counts
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
-from planner.profiler.estimated.devices import DEVICES
+from planner.profiler.estimated.devices import DEVICES, check_kind
 from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
@@ -89,7 +90,8 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
-    arguments.add_options(parser, FitOptions, "megatron", "lora", "bits")
+    arguments.add_options(parser, FitOptions, "lora", "bits")
+    arguments.add_options(parser, FitOptions, "megatron", "torchtitan", "deepspeed", "accelerate")
     arguments.add_options(
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
     )
@@ -207,17 +209,27 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         yield "note", text, hint
 
 
+def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
+    """Return the kinds of GPUs that were asked about."""
+    if gpu is None:
+        return ()
+    return (gpu,) if isinstance(gpu, str) else tuple(checked_counts(gpu))
+
+
 def fit(args: argparse.Namespace) -> int:
     """Run the verb, and return its exit code."""
     from planner.api.servers import number_of_gpus
     from planner.reporting.tables.links import links_warning
 
     gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
-    if gpus is None and not isinstance(args.gpu, dict):
+    in_file = args.torchtitan or args.accelerate  # which may say how many
+    if gpus is None and not isinstance(args.gpu, dict) and not in_file:
         raise ClusterError(
             "the question has no number of GPUs",
             hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
         )
+    for kind in _kinds(args.gpu):
+        check_kind(kind, alone=not isinstance(args.gpu, dict))
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
         answer = planner.fit(

@@ -1,4 +1,5 @@
-"""Megatron-LM's words for a configuration: the names of its options, read from a string.
+"""Megatron-LM's words for a configuration: the names of its options, read from a string and
+written as one.
 
 `planner.exports.transformers` writes plans by the same names, so that what is written can be read.
 """
@@ -6,10 +7,12 @@
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
+from planner.exports.configuration import Asked, Configuration
 from planner.options.numbers import is_count
+from planner.schedule.one_stage import FLUSH
+from planner.stages.sharding import UNSHARDED, ZERO_1
 
 TENSOR = "--tensor-model-parallel-size"
 PIPELINE = "--pipeline-model-parallel-size"
@@ -49,134 +52,7 @@ _STAGE_LAYERS = re.compile(r"t(?:\*(\d+))?")
 _HALVES = {BFLOAT16: "bfloat16", FLOAT16: "float16"}
 
 
-@dataclass(frozen=True)
-class MegatronRun:
-    """What a string of Megatron's options says, as far as it is understood.
-
-    Attributes:
-        tensor: ranks that divide each layer.
-        pipeline: workers, or groups of them, that a pipeline has.
-        micro_batch: samples of a microbatch.
-        global_batch: samples whose gradients make an update.
-        layers: of the model, where the string says how many.
-        length: tokens of a sample, likewise.
-        chunks: stages on each worker, where the string says how many.
-        layers_per_chunk: or how many layers each of these has.
-        stage_layers: of each stage, where the string has a layout.
-        first_layers: of the first stage alone; `last_layers` of the last.
-        recomputes: whether whole layers run their forward again.
-        recomputed_layers: of each stage, the first ones; None for all of them.
-        sequence_parallel: whether ranks divide the tokens between their layers' products.
-        sharded: whether replicas divide the optimizer's state.
-        dtype: of weights and products, where the string says it.
-        unknown: the options that are not understood, with their values, as they were written.
-    """
-
-    tensor: int
-    pipeline: int
-    micro_batch: int
-    global_batch: int
-    layers: int | None = None
-    length: int | None = None
-    chunks: int | None = None
-    layers_per_chunk: int | None = None
-    stage_layers: tuple[int, ...] = ()
-    first_layers: int | None = None
-    last_layers: int | None = None
-    recomputes: bool = False
-    recomputed_layers: int | None = None
-    sequence_parallel: bool = False
-    sharded: bool = False
-    dtype: str | None = None
-    unknown: tuple[str, ...] = ()
-
-    def replicas(self, gpus: int) -> int:
-        """Return how many copies of the pipeline so many GPUs run.
-
-        Raises:
-            InputError: where they run no whole number of copies, or where these cannot share the
-                global batch equally.
-        """
-        each = self.tensor * self.pipeline
-        if gpus % each:
-            raise InputError(
-                f"{gpus} GPUs are no copies of {self.pipeline} stages of {self.tensor} ranks, "
-                f"which take {each} GPUs each",
-                hint=f"give `gpus={-(-gpus // each) * each}`, or other sizes in `megatron`",
-            )
-        copies = gpus // each
-        if self.global_batch % (copies * self.micro_batch):
-            raise InputError(
-                f"a global batch of {self.global_batch} samples is no number of microbatches of "
-                f"{self.micro_batch} for {copies} copies of the pipeline",
-                hint=f"Megatron wants a multiple of {copies * self.micro_batch}",
-            )
-        return copies
-
-    def layers_of_stages(self, blocks: int) -> list[int]:
-        """Return how many of the model's blocks each stage has, those of a worker's chunks among
-        them.
-
-        Raises:
-            InputError: for stages that do not have all of the blocks, or unequally many where
-                Megatron wants them equal.
-        """
-        if self.layers is not None and self.layers != blocks:
-            raise InputError(
-                f"the model has {blocks} layers, and `megatron` says {self.layers}",
-                hint=f"leave {LAYERS} out, or name the model that it is of",
-            )
-        if self.stage_layers:
-            return self._laid_out(blocks)
-        stages = self.pipeline * self._chunks(blocks)
-        return self._around_equal(blocks, stages)
-
-    def _laid_out(self, blocks: int) -> list[int]:
-        counts = list(self.stage_layers)
-        if sum(counts) != blocks or len(counts) % self.pipeline:
-            raise InputError(
-                f"{LAYOUT} has {sum(counts)} layers in {len(counts)} stages, and the model has "
-                f"{blocks}, for {self.pipeline} pipeline ranks",
-                hint="write a t for each layer of the model, and stages for each rank",
-            )
-        if 0 in counts:
-            raise InputError(
-                f"stage {counts.index(0)} of {LAYOUT} has no layer, and such stages have no price "
-                f"here",
-                hint="give each stage a layer",
-            )
-        return counts
-
-    def _chunks(self, blocks: int) -> int:
-        if self.chunks is not None:
-            return self.chunks
-        if self.layers_per_chunk is None:
-            return 1
-        chunks, rest = divmod(blocks, self.pipeline * self.layers_per_chunk)
-        if rest or not chunks:
-            raise InputError(
-                f"{blocks} layers are not stages of {self.layers_per_chunk} on {self.pipeline} "
-                f"pipeline ranks",
-                hint=f"{LAYERS_PER_CHUNK} times the pipeline ranks divides the layers",
-            )
-        return chunks
-
-    def _around_equal(self, blocks: int, stages: int) -> list[int]:
-        """Return equally many blocks for each stage but those that the string counts."""
-        first = [] if self.first_layers is None else [self.first_layers]
-        last = [] if self.last_layers is None else [self.last_layers]
-        between = stages - len(first) - len(last)
-        left = blocks - sum(first) - sum(last)
-        if between < 0 or left < between or (between and left % between) or (left and not between):
-            raise InputError(
-                f"{left} layers are not divided equally over {between} stages",
-                hint=f"Megatron takes {FIRST_LAYERS}, {LAST_LAYERS} or {LAYOUT} for others",
-            )
-        middle = [left // between] * between if between else []
-        return [*first, *middle, *last]
-
-
-def read_arguments(text: str) -> MegatronRun:
+def read_arguments(text: str, _: Asked | None = None) -> Configuration:
     """Read options of Megatron-LM's command line; comments and line breaks may be between them.
 
     Raises:
@@ -199,7 +75,7 @@ def read_arguments(text: str) -> MegatronRun:
     method = found.get(METHOD, "uniform")
     if method not in ("uniform", "block"):
         raise InputError(f"{METHOD} is '{method}'", hint="Megatron knows uniform and block")
-    return MegatronRun(
+    return Configuration(
         tensor=counts.get(TENSOR, 1),
         pipeline=counts.get(PIPELINE, 1),
         micro_batch=counts[MICRO_BATCH],
@@ -214,10 +90,52 @@ def read_arguments(text: str) -> MegatronRun:
         recomputes=whole_layers,
         recomputed_layers=counts.get(RECOMPUTED_LAYERS) if method == "block" else None,
         sequence_parallel=SEQUENCE_PARALLEL in found,
-        sharded=SHARDED in found,
+        sharding=ZERO_1 if SHARDED in found else UNSHARDED,
         dtype=next((dtype for name, dtype in _HALVES.items() if name in found), None),
         unknown=tuple(unknown),
     )
+
+
+def write_arguments(run: Configuration, _: str = "") -> str:
+    """Write a configuration in one line.
+
+    Raises:
+        PlanError: for what Megatron has no options for.
+    """
+    if run.sharding.divides_gradients or run.lighter_ends is not None or run.autocast:
+        raise PlanError("Megatron's options have no form for sharded gradients or weights")
+    if run.schedule is not FLUSH or run.recompute_every > 1:
+        raise PlanError(f"Megatron's options have no form for {run.schedule}")
+    return " ".join(_written(run))
+
+
+def _written(run: Configuration) -> Iterator[str]:
+    counts = {
+        LAYERS: run.layers,
+        LENGTH: run.length,
+        TENSOR: run.tensor,
+        PIPELINE: run.pipeline,
+        CHUNKS: run.chunks,
+        LAYERS_PER_CHUNK: run.layers_per_chunk,
+        FIRST_LAYERS: run.first_layers,
+        LAST_LAYERS: run.last_layers,
+        MICRO_BATCH: run.micro_batch,
+        GLOBAL_BATCH: run.global_batch,
+    }
+    yield from (f"{name} {count}" for name, count in counts.items() if count is not None)
+    if run.stage_layers:
+        stages = "|".join("t" * count for count in run.stage_layers)
+        yield f'{LAYOUT} "E{stages}L"'
+    if run.recomputes:
+        method, layers = "uniform", 1
+        if run.recomputed_layers is not None:
+            method, layers = "block", run.recomputed_layers
+        yield f"{GRANULARITY} full {METHOD} {method} {RECOMPUTED_LAYERS} {layers}"
+    if run.sequence_parallel:
+        yield SEQUENCE_PARALLEL
+    if run.sharding.divides_anything:
+        yield SHARDED
+    yield from (name for name, dtype in _HALVES.items() if dtype == run.dtype)
 
 
 def _words(text: str) -> list[str]:

@@ -188,7 +188,7 @@ def megatron_arguments(plan: Plan) -> str:
             f"{plan.schedule} does not"
         )
         raise PlanError(problem, hint="solve with `schedule=interleaved`")
-    stem, counts = _layer_counts(plan)
+    stem, counts = layer_counts(plan)
     said = [
         f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in "
         f"{stages} stages, "
@@ -249,9 +249,12 @@ def _check_order(stem: str, stage_of: Mapping[int, int]) -> None:
             )
 
 
-def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
+def layer_counts(plan: Plan, system: str = "Megatron") -> tuple[str, list[int]]:
     """Return the name of the model's list of transformer layers ("h" of "h.0.attn", ...), and each
     stage's count.
+
+    Raises:
+        PlanError: for stages that a system which divides such lists has no form for.
     """
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
     blocks: defaultdict[str, set[int]] = defaultdict(set)
@@ -259,7 +262,7 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
         blocks[found[0]].add(found[1])
     if not blocks or max(map(len, blocks.values())) < 2:
         problem = (
-            f"Megatron divides transformers by layers, and '{plan.model}' has no numbered "
+            f"{system} divides transformers by layers, and '{plan.model}' has no numbered "
             f"list of layers"
         )
         raise PlanError(problem, hint="use `system=torchtitan`")
@@ -271,7 +274,7 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
                 if place.setdefault(block[1], index) != index:
                     problem = (
                         f"the cut before stage {index} is inside '{stem}.{block[1]}', a "
-                        f"layer to Megatron"
+                        f"layer to {system}"
                     )
                     raise PlanError(
                         problem,
@@ -279,7 +282,7 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
                     )
             elif index != (0 if not place else len(plan.stages) - 1):
                 problem = (
-                    f"layer '{layer}' is in stage {index}, but Megatron has what is before "
+                    f"layer '{layer}' is in stage {index}, but {system} has what is before "
                     f"'{stem}.0' in the "
                 )
                 problem += "first stage, and what is after the list in the last"

@@ -59,12 +59,15 @@ class FitRow(Record):
 class TrainerRun(Record):
     """A run in the words of another trainer: what it comes to, and a better one in these words."""
 
+    trainer: str = "Megatron"  # whose words these are
     given: Plan  # priced as it is, whether or not it fits the memory
     unknown: tuple[str, ...]  # its options that are not understood, and so not in the price
+    remarks: tuple[str, ...] = ()  # on what is priced in another way than the trainer does it
     better: (
         Plan | None
     )  # None where none was found that is faster, or fits where the given does not
     arguments: str | None  # of the better one
+    in_script: tuple[str, ...] = ()  # what the script must say of it beside these
     # per minibatch: no plan of the answer's microbatches is faster by the cost model
     bound_s: PositiveFloat | None
 

@@ -40,6 +40,7 @@ class Progress:
     step: str = ""  # of a question with several, for people
     config: str = ""  # of the best plan so far; empty without one
     best_s: float = math.inf  # its seconds per minibatch
+    simulated: bool = True  # whether that is the time of a simulation; else waiting is left out
     bound_s: float = 0.0  # seconds per minibatch that no plan is below, as far as is known
     # when the search must answer, on the monotonic clock; None without a limit
     ends_at_s: float | None = None
@@ -53,11 +54,21 @@ class Progress:
         self.bound_s = bound_s
         self.ends_at_s = ends_at_s
 
-    def meet(self, config: str, seconds: float) -> None:
-        """Take note of a plan."""
-        if seconds < self.best_s:
+    def meet(
+        self,
+        config: str,
+        seconds: float,
+        *,
+        instead_of_s: float = math.inf,
+        simulated: bool = True,
+    ) -> None:
+        """Take note of a plan that may be the answer, of those of `instead_of_s` in the place of
+        which it comes: it may take longer, and be less late.
+        """
+        if seconds < self.best_s or instead_of_s == self.best_s < math.inf:
             self.config = config
             self.best_s = seconds
+            self.simulated = simulated
 
 
 def time_limit(text: str) -> float:

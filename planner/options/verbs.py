@@ -119,6 +119,28 @@ class FitOptions(SolveOptions):
         "OPTIONS",
         advanced=True,
     )
+    torchtitan: str | Path | None = option(
+        None,
+        "price the run of a TOML file of torchtitan, say what limits it, and give a better one",
+        "FILE",
+        parse=Path,
+        advanced=True,
+    )
+    deepspeed: str | Path | None = option(
+        None,
+        "the same for a JSON file of DeepSpeed; what it leaves to the script `batch_size` and "
+        "`minibatch` say, and `recompute` whether layers recompute",
+        "FILE",
+        parse=Path,
+        advanced=True,
+    )
+    accelerate: str | Path | None = option(
+        None,
+        "the same for a YAML file of `accelerate config`, which needs PyYAML",
+        "FILE",
+        parse=Path,
+        advanced=True,
+    )
     batch_size: int | None = option(
         None,
         "samples of a microbatch: what one forward gets",

@@ -65,16 +65,17 @@ class Clock:
         time_limit_s: float | None,
         progress: Progress | None = None,
         tuning: ClockTuning = STANDARD.clock,
+        computing_share: float = 1.0,
     ) -> Clock:
-        """Return the clock for so many seconds from now; None or infinity is for as long as it
-        takes.
+        """Return the clock for so many seconds from now, of which a share may be computed; None or
+        infinity is for as long as it takes.
         """
         progress = progress or Progress()
         if time_limit_s is None or math.isinf(time_limit_s):
             return cls(progress=progress, tuning=tuning)
         return cls(
             time.monotonic() + time_limit_s,
-            computed_s() + time_limit_s,
+            computed_s() + computing_share * time_limit_s,
             progress,
             tuning,
         )

@@ -42,6 +42,7 @@ class FitRequest:
         tuning: of each plan, and of how long the search for it may take.
         run: the whole training, where it is to be paid: then more GPUs are tried, too.
         alone: the clusters of each kind alone, where GPUs are of several kinds.
+        only_asked: whether other numbers of GPUs are no part of the question.
     """
 
     profiles: Profiles
@@ -52,6 +53,7 @@ class FitRequest:
     tuning: Tuning = STANDARD
     run: TrainingRun | None = None
     alone: Sequence[Cluster] = ()
+    only_asked: bool = False
 
     def about(self, profile: Profile, clock: Clock) -> Request:
         """Return the request for a plan of all GPUs."""
@@ -64,8 +66,11 @@ class FitRequest:
 
     def beside(self, *, fits: bool) -> list[Cluster]:
         """Return the clusters to look at beside all GPUs, the nearest first: smaller ones where the
-        model fits, else larger ones; both where the training is to be paid.
+        model fits, else larger ones; both where the training is to be paid; none where the question
+        is about these alone.
         """
+        if self.only_asked:
+            return []
         if not fits:
             return self._larger(self.tuning.fit.most_gpus_ratio.bit_length() - 1)
         if self.run is None:

@@ -204,8 +204,20 @@ class Pool:
     def keep(self, plan: Evaluation, method: str = SEARCH) -> None:
         """Keep a plan that can be trained if it is faster than the best one."""
         if self.trains(plan) and (self.best is None or self.problem.is_faster(plan, self.best)):
+            self._show(plan)
             self.best = plan
             self._method = method
+
+    def _show(self, plan: Evaluation) -> None:
+        """Let people know of a new best plan: of nothing else, since the answer may be this."""
+        problem = self.problem
+        shown = plan.divided(problem.degree) if problem.degree > 1 else plan
+        problem.clock.progress.meet(
+            shown.config,
+            plan.seconds,
+            instead_of_s=math.inf if self.best is None else self.best.seconds,
+            simulated=plan.simulated,
+        )
 
     def answer(self) -> Answer:
         """Return the best plan, with the bound; there must be one."""

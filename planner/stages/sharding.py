@@ -45,6 +45,31 @@ class Sharding(NamedTuple):
         return self.level >= _GRADIENTS
 
     @property
+    def divides_weights(self) -> bool:
+        return self.level >= _WEIGHTS
+
+    @property
+    def divides_optimizer_alone(self) -> bool:
+        return self.level == _OPTIMIZER
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO's number for what is divided, as trainers write it: its place in `ZERO_STAGES`."""
+        return self.level
+
+    @property
+    def words(self) -> str:
+        """What is divided: "the optimizer's state, gradients and weights"."""
+        if not self.level:
+            return "nothing"
+        *first, last = ("the optimizer's state", "gradients", "weights")[: self.level]
+        return f"{', '.join(first)} and {last}" if first else last
+
+    def in_groups(self, group: int) -> "Sharding":
+        """Return the same in groups of so many replicas; 0 for all of them."""
+        return self._replace(group=group)
+
+    @property
     def level_in_files(self) -> int:
         """The level of `sharding_level`, which counts where the stage is `sharded`."""
         return self.level or _OPTIMIZER
@@ -67,6 +92,9 @@ class Sharding(NamedTuple):
 
 
 UNSHARDED = Sharding()
+# Of all replicas, by ZeRO's number.
+ZERO_STAGES = (UNSHARDED, Sharding(_OPTIMIZER), Sharding(_GRADIENTS), Sharding(_WEIGHTS))
+_, ZERO_1, ZERO_2, ZERO_3 = ZERO_STAGES
 
 
 class ShardedReplicas:

@@ -164,6 +164,52 @@ def test_a_string_of_megatrons_is_priced_and_bettered(tmp_path: Path) -> None:
     )
 
 
+RUNS = {
+    "torchtitan": (
+        "run.toml",
+        "[training]\nlocal_batch_size = 1\nglobal_batch_size = 32\nseq_len = 16\n"
+        "[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_microbatch_size = 1\n"
+        "pipeline_parallel_first_stage_less_layers = 0\n"
+        "pipeline_parallel_last_stage_less_layers = 0\n"
+        "[compile]\nenable = true\n",
+        ("--gpus", "4"),
+        "1-1-1-1",
+    ),
+    "deepspeed": (
+        "ds_config.json",
+        '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, '
+        '"offload_param": {"device": "cpu"}}, "bf16": {"enabled": true}}',
+        ("--gpus", "4", "--batch-size", "1", "--minibatch", "32"),
+        "4",
+    ),
+    "accelerate": (
+        "config.yaml",
+        "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
+        "fsdp_config:\n  fsdp_offload_params: true\n",
+        ("--batch-size", "1", "--minibatch", "32"),  # the file says how many GPUs
+        "4",
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", RUNS)
+def test_a_trainers_file_is_priced_and_bettered(trainer: str, tmp_path: Path) -> None:
+    if trainer == "accelerate":
+        pytest.importorskip("yaml")
+    name, content, more, config = RUNS[trainer]
+    (tmp_path / "model.py").write_text(TRANSFORMER)
+    (tmp_path / name).write_text(content)
+    asked = ("fit", "model.py", f"--{trainer}", name, *more)
+    fitted = plan(*asked, cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert fitted.stdout.startswith("as given")
+    assert "not understood, so this is the price of a run without" in fitted.stdout
+    answer = json.loads(plan(*asked, "--json", cwd=tmp_path).stdout)
+    assert answer["trainer_run"]["given"]["config"] == config
+    if trainer == "torchtitan":
+        assert "samples are as long as 'model.py' says, and not 16 tokens" in fitted.stdout
+
+
 def test_days_and_cost_are_part_of_the_answer(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TRANSFORMER)
     price = ("--train-tokens", "2B", "--dollars-per-gpu-hour", "1.5")

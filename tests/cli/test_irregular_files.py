@@ -19,6 +19,7 @@ from planner.executor.checkpoint.pretrained import Pretrained
 from planner.executor.checkpoint.tensor_file import TensorFile, each_tensor, opened
 from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.observe.run_log import FILE, is_of
+from planner.exports.settings import text_of
 from planner.formats.files import write_text
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
@@ -80,6 +81,7 @@ VERBS = {
     "model to train": ["train", "{}", "--plan", "plan.json"],
     "device": ["profile", "model.py", "--estimate", "--device-file", "{}"],
     "fit": ["fit", "{}", "--gpus", "2"],
+    "run of a trainer": ["fit", "model.py", "--gpus", "2", "--torchtitan", "{}"],
     "output": [
         "solve",
         "--profile",
@@ -141,6 +143,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tensors that were written": _opened,
     "weights": read_trained,
     "model file": load_model_file,
+    "trainer's file": text_of,
     "written": lambda path: write_text(path, "text"),
 }
 

@@ -5,15 +5,18 @@ by the price of the string that is written.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 import planner
 from planner.analysis.given_plan import price
-from planner.api.megatron import MegatronQuestion, answer_megatron, stages_of
+from planner.api.trainer_run import GivenRun, TrainerQuestion, answer_trainer, stages_of
 from planner.errors import InputError
+from planner.exports.configuration import Asked
 from planner.exports.megatron import read_arguments
+from planner.exports.trainers import TRAINERS
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.fit import TrainerRun
 from planner.formats.profile import Profile
@@ -53,7 +56,14 @@ def model(size: int) -> Profile:
 def asked(text: str, cluster: Cluster | None = None) -> TrainerRun:
     """Ask about a string without any other plan beside it."""
     cluster = SERVERS() if cluster is None else cluster
-    return answer_megatron(MegatronQuestion(read_arguments(text), cluster, model, Clock()), None)
+    return answer_trainer(question(text, cluster), None)
+
+
+def question(
+    text: str, cluster: Cluster, profile_at: Callable[[int], Profile] = model
+) -> TrainerQuestion:
+    given = GivenRun(TRAINERS[0], text, read_arguments(text), Asked())
+    return TrainerQuestion(given, cluster, profile_at, Clock())
 
 
 def test_the_price_is_that_of_the_same_stages() -> None:
@@ -117,12 +127,12 @@ def test_a_better_string_is_better_when_it_is_read_again(seed: int) -> None:
 def test_the_answer_of_a_search_competes_and_bounds() -> None:
     """Where it has a form in Megatron's options; else the bound is all that is used of it."""
     text = "--tensor-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64"
-    question = MegatronQuestion(read_arguments(text), SERVERS(), model, Clock())
+    about = question(text, SERVERS())
     for tensor in ((1,), (2, 4)):
         found = search_plan(
             model(1), SERVERS(), schedule="1f1b-flush", microbatches=64, tensor=tensor
         )
-        answer = answer_megatron(question, found)
+        answer = answer_trainer(about, found)
         assert answer.speedup is not None
         assert answer.most_speedup is not None
         assert answer.most_speedup >= answer.speedup
@@ -154,9 +164,9 @@ def test_ranks_that_divide_experts_have_no_price() -> None:
         return made.model_copy(update={"tensor": tuple(known)})
 
     text = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8"
-    question = MegatronQuestion(read_arguments(text), SERVERS(), with_experts, Clock())
+    about = question(text, SERVERS(), with_experts)
     with pytest.raises(InputError, match="divide its experts and the samples of a microbatch here"):
-        answer_megatron(question, None)
+        answer_trainer(about, None)
 
 
 def test_what_no_run_of_the_model_is_refused() -> None:

@@ -6,7 +6,9 @@ import pytest
 
 import planner
 from planner.errors import InputError
-from planner.exports.megatron import MegatronRun, read_arguments
+from planner.exports.configuration import Configuration
+from planner.exports.megatron import read_arguments
+from planner.stages.sharding import Sharding
 from tests.executor.plans import in_groups
 from tests.exports.plans import plan_of
 from tests.exports.test_megatron import blocks
@@ -27,7 +29,7 @@ def test_the_options_of_a_published_run() -> None:
         --micro-batch-size 1 --global-batch-size 1536
         """
     )
-    assert run == MegatronRun(
+    assert run == Configuration(
         tensor=8,
         pipeline=16,
         micro_batch=1,
@@ -37,7 +39,7 @@ def test_the_options_of_a_published_run() -> None:
         layers_per_chunk=2,
         recomputes=True,
         sequence_parallel=True,
-        sharded=True,
+        sharding=Sharding(1),
         dtype="bfloat16",
         unknown=("--hidden-size 12288", "--overlap-grad-reduce", "--lr-decay-style cosine"),
     )
@@ -47,7 +49,7 @@ def test_the_options_of_a_published_run() -> None:
 
 def test_what_is_left_out_is_one_and_plain() -> None:
     run = read_arguments(SIZES)
-    assert run == MegatronRun(tensor=1, pipeline=1, micro_batch=1, global_batch=256)
+    assert run == Configuration(tensor=1, pipeline=1, micro_batch=1, global_batch=256)
     assert run.layers_of_stages(7) == [7]
     assert run.replicas(8) == 8
 
@@ -96,7 +98,7 @@ def test_what_cannot_be_read_is_said(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("--pipeline-model-parallel-size 5", "32 layers are not divided equally over 5 stages"),
-        ("--num-layers 48", "the model has 32 layers, and `megatron` says 48"),
+        ("--num-layers 48", "the model has 32 layers, and the given run says 48"),
         (
             "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3",
             "32 layers are not stages of 3 on 4 pipeline ranks",
@@ -107,7 +109,7 @@ def test_what_cannot_be_read_is_said(text: str, message: str) -> None:
         ),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*32|L'",
-            "stage 1 of --pipeline-model-parallel-layout has no layer",
+            "stage 1 has no layer",
         ),
     ],
 )

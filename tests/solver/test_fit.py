@@ -259,7 +259,7 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
 
     answer, profile = fit(asked(2, slow, sizes=sizes, ranks=2, time_limit_s=0.0))
     assert profile == model(16)
-    assert answer.not_tried == ("tensor parallelism", "1 GPU")
+    assert answer.not_tried == ("microbatches of 8", "tensor parallelism", "1 GPU")
 
     # The larger ones are less far apart, so that two of them may be about as fast as the answer's.
     more_sizes = (1, 2, 4, 8, 16, 32, 64)

@@ -8,7 +8,9 @@ from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
+from planner.options.solving import Progress
 from planner.schedule.registry import find
+from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.improve.lateness import least_late
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
@@ -41,6 +43,28 @@ def test_a_candidate_that_is_slower_without_waiting_is_not_simulated() -> None:
     pool.consider([UNEVEN])
     assert pool.problem.budget.count == count
     assert [stage.layers for stage in pool.best.stages] == [stage.layers for stage in EVEN]
+
+
+def test_people_are_shown_the_best_plan_and_no_faster_one() -> None:
+    """A candidate that does not fit, or that is priced for a table, is none to show."""
+    problem = asked(memory_bytes=10_000)
+    pool = Pool(problem, 0.0)
+    progress = problem.clock.progress
+    evaluate(asked(), EVEN)
+    assert progress.config == ""
+    pool.consider([UNEVEN])
+    assert pool.best is not None
+    assert (progress.config, progress.best_s) == (pool.best.config, pool.best.seconds)
+    pool.consider([EVEN])
+    assert (progress.config, progress.best_s) == (pool.best.config, pool.best.seconds)
+
+
+def test_a_slower_plan_that_takes_the_place_of_the_best_is_shown() -> None:
+    progress = Progress()
+    progress.meet("2-2", 1.0)
+    progress.meet("4", 1.04, instead_of_s=1.0)  # its gradients are less late
+    progress.meet("1-3", 1.1, instead_of_s=1.08)  # of another search
+    assert (progress.config, progress.best_s) == ("4", 1.04)
 
 
 def test_the_most_promising_of_a_batch_comes_first() -> None:

@@ -256,6 +256,17 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     return supporting(spec, dtype, f"device '{name}'")
 
 
+def check_kind(name: str, *, alone: bool) -> None:
+    """Raise InputError for a GPU that is not in the table; CPUs are a kind that stands `alone`."""
+    known = [gpu for gpu in DEVICES if gpu != "cpu"]
+    if name.lower() in known or (alone and name.lower() == "cpu"):
+        return
+    raise InputError(
+        f"`gpu={name}` is no kind of GPU that is known",
+        hint=f"{did_you_mean(name, known)}known are {', '.join(known)}",
+    )
+
+
 def usual_dtype(*names: str) -> DType:
     """Return the type that people train in on such GPUs: bfloat16 where all have it, else
     float16.

@@ -72,14 +72,18 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
         "sent vs DP": "" if cut is None else _signed(-cut),
         "update": None if update is None else words.update_range(update),
         "stale": f"{row.staleness}",
-        "idle": f"{row.idle_share:.0%}",
+        "idle": f"{max(0.0, row.idle_share):.0%}",
     }
 
 
 def _signed(change: float) -> str:
-    """Write a relative change: "-96%", "+150%"; one that rounds to nothing has no sign."""
+    """Write a relative change: "-96%", "+150%", "9,437x"; one that rounds to nothing has no
+    sign.
+    """
     if not round(change, 2):
         return "0%"
+    if change >= words.MUCH_MORE:
+        return f"{1 + change:,.0f}x"
     return f"{change:+.0%}"
 
 
@@ -222,6 +226,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("schedule", words.schedule_line(plan)),
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
+        ("in practice", words.practice_words(plan.predicted)),
         ("baselines", words.best_baseline_line(plan)),
         ("kernels", unmeasured_in_plan(plan)),
         (

@@ -16,14 +16,34 @@ def trainer_run_report(run: TrainerRun) -> str:
     """
     given = run.given
     rows: list[tuple[str, str | None]] = [
-        ("as given", f"{config_words(given.config)}, {_speed(given)}"),
+        ("as given", f"{_ways(given)}, {_speed(given)}"),
         ("limited by", _limited_by(given)),
         ("memory", missing_memory(given)),
         ("better", _better(run)),
-        ("options", run.arguments),
+        ("options", run.arguments if _in_one_line(run) else None),
+        ("in the script", ", ".join(run.in_script) or None),
         ("not priced", _unknown(run)),
+        ("note", "; ".join(run.remarks) or None),
     ]
-    return named_values(rows)
+    parts = [named_values(rows)]
+    if run.arguments is not None and not _in_one_line(run):
+        parts.append(f"these keys for {run.trainer}, others as they are:\n\n{run.arguments}")
+    return "\n\n".join(parts)
+
+
+def _in_one_line(run: TrainerRun) -> bool:
+    return run.arguments is not None and "\n" not in run.arguments
+
+
+def _ways(plan: Plan) -> str:
+    """Write the degrees of a plan, what its replicas divide, and whether it recomputes."""
+    first = plan.stages[0]
+    parts = [config_words(plan.config)]
+    if first.shards_optimizer:
+        parts.append(first.sharding_words.removeprefix("data parallel, "))
+    if any(stage.recomputes for stage in plan.stages):
+        parts.append("recomputing")
+    return ", ".join(parts)
 
 
 def _speed(plan: Plan) -> str:
@@ -51,7 +71,7 @@ def _better(run: TrainerRun) -> str:
         speedup = "fits"
         possible = ""
     gain = f"{speedup}, {possible}" if possible else speedup
-    return f"{gain}: {config_words(run.better.config)}, {_speed(run.better)}"
+    return f"{gain}: {_ways(run.better)}, {_speed(run.better)}"
 
 
 def _unknown(run: TrainerRun) -> str | None:

@@ -54,6 +54,8 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
         parts.append("where no baseline fits the memory")
     if limits is not None:
         parts.append(f"{limits.bubble:.0%} bubble")
+    if plan.estimated_faster:
+        parts.append(f"{plan.estimated_faster}, which estimates do not tell apart")
     words = ", ".join(parts)
     # Beside a hand-cut pipeline that is as fast, a pipeline may still gain much.
     if best is not None and not _is_pipeline(best) and share_of_speed(plan, best) * LITTLE > 1:
@@ -97,6 +99,8 @@ def _without_pipeline(plan: Plan) -> str:
         what = "data parallelism"
     if given:
         return f"{what[:1].upper()}{what[1:]}, as given"
+    if plan.estimated_faster:
+        return f"Use {what}: {plan.estimated_faster}, which estimates do not tell apart"
     if not knows_pipelines:
         return f"Use {what}"
     return f"Use {what}: a pipeline gains nothing here"

@@ -107,10 +107,11 @@ def no_slower_than_usual(plan: Plan, request: Request) -> Plan:
 def _simpler_than(plan: Plan, simpler: Plan) -> Plan:
     """Return a simpler plan in place of one that is as fast, as far as estimates can tell."""
     gain = seconds_per_microbatch(simpler) / seconds_per_microbatch(plan) - 1
-    return _in_place_of(plan, simpler).noting(
-        f"{_stages_words(plan)} is estimated to be {max(gain, 0.0):.1%} faster, which is less "
-        f"than such estimates tell plans apart by, and is less simple"
+    faster = f"{_stages_words(plan)} is estimated to be {max(gain, 0.0):.1%} faster"
+    chosen = _in_place_of(plan, simpler).noting(
+        f"{faster}, which is less than such estimates tell plans apart by, and is less simple"
     )
+    return replace(chosen, estimated_faster=faster)
 
 
 def _stages_words(plan: Plan) -> str:
@@ -177,9 +178,17 @@ def _ways_beside(plan: Plan, request: Request) -> list[Way]:
 
 
 def _simulated_ways(request: Request) -> list[Way]:
-    """Return the usual ways, simulated as far as the time for alternatives goes."""
-    soon = request.clock.at_most(request.tuning.answer.alternatives_s)
-    return list(usual_ways(request, request.with_clock(soon).budget()))
+    """Return the usual ways, simulated as far as the instructions for the table go: a row has the
+    same time whatever the search left.
+    """
+    return list(usual_ways(request, table_budget(request)))
+
+
+def table_budget(request: Request) -> Budget:
+    """Return the budget of a table of usual ways."""
+    tuning = request.tuning
+    answer = tuning.answer
+    return Budget.counted(request.clock, answer.table_instructions, answer.table_s, tuning.budget)
 
 
 def _simulated(way: Way, budget: Budget) -> Way:

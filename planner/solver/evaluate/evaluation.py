@@ -89,9 +89,7 @@ def simulated(
         price = _at_depths(problem, candidate.stages, price, choice.depths)
     evaluation = replace(candidate, price=price)
 
-    budget = problem.budget
-    budget.clock.progress.meet(candidate.config, choice.minibatch_s)
-    budget.keep(evaluation)
+    problem.budget.keep(evaluation)
     return evaluation
 
 

@@ -37,6 +37,8 @@ class Budget:
     clock: Clock = field(default_factory=Clock)
     most: float | None = None  # instructions of all simulations; by default those of `tuning`
     tuning: BudgetTuning = STANDARD.budget
+    # whether instructions end simulations, too, whose time is needed
+    strict: bool = False
     # whether every candidate was looked at; False if instructions or time ran out
     exhausted: bool = True
     # what came of those simulated
@@ -73,6 +75,13 @@ class Budget:
         """
         return cls.unlimited(clock.at_least(seconds).at_most(seconds), tuning)
 
+    @classmethod
+    def counted(cls, clock: Clock, most: float, seconds: float, tuning: BudgetTuning) -> Budget:
+        """Return the budget for so many instructions, which are the same on any machine, even where
+        the clock has passed; the seconds end them on a machine that is far too busy.
+        """
+        return cls(clock.at_least(seconds).at_most(seconds), most, tuning, strict=True)
+
     def apart(self, most: float | None = None) -> Budget:
         """Return a budget of its own for the same question, which knows what this one does, and
         counts with it.
@@ -103,16 +112,18 @@ class Budget:
         """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity
         for a deadlock.
 
-        Where a time is `needed`, only the deadline ends the simulation. Above `hopeless_s` a rough
-        time does. Return None if the budget ends before the simulation does.
+        Where a time is `needed`, only the deadline ends the simulation, unless the budget is
+        strict. Above `hopeless_s` a rough time does. Return None if the budget ends before the
+        simulation does.
         """
         key = pipeline.key
         if key in self.known:
             return self.known[key]
-        if self.clock.passed or (self.left <= 0 and not needed):
+        unlimited = needed and not self.strict
+        if self.clock.passed or (self.left <= 0 and not unlimited):
             self.exhausted = False
             return None
-        room = math.inf if needed else self.left
+        room = math.inf if unlimited else self.left
         executed = 0
 
         def stop(instructions: int) -> bool:

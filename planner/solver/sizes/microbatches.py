@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.solver.alternatives.table import table_budget
 from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.clock import Clock
 from planner.solver.problem.bounds import balanced_s
@@ -132,8 +133,7 @@ class _Estimates:
         """Estimate a size; infinity where no usual way fits."""
         clock = self.request.clock
         clock.progress.step = f"estimating microbatches of {size}"
-        soon = clock.at_most(self.request.tuning.answer.alternatives_s)
-        self.sample_s[size] = self._fastest_sample_s(self.profiles.at(size), soon)
+        self.sample_s[size] = self._fastest_sample_s(self.profiles.at(size), clock)
 
     def on_the_line(self, size: int) -> float:
         """Return a sample's seconds, not simulated, with costs on the line through the two nearest
@@ -142,7 +142,7 @@ class _Estimates:
         nearest = sorted(self.sample_s, key=lambda seen: abs(math.log(seen / size)))
         one, other = sorted(nearest[:2])
         profile = extended(self.profiles.at(one), self.profiles.at(other), size)
-        return self._fastest_sample_s(profile, Clock.of(0.0))
+        return self._fastest_sample_s(profile, None)
 
     def _beside_the_fastest(self) -> int | None:
         """Return the next size above or below the fastest one that was not looked at, and need not
@@ -160,9 +160,13 @@ class _Estimates:
         slower_share = self.request.tuning.fit.slower_size_share
         return self.on_the_line(size) <= min(self.sample_s.values()) * (1 + slower_share)
 
-    def _fastest_sample_s(self, profile: Profile, clock: Clock) -> float:
-        request = replace(self.request, profile=profile, clock=clock)
-        ways = usual_ways(request, request.budget())
+    def _fastest_sample_s(self, profile: Profile, clock: Clock | None) -> float:
+        """Return a sample's seconds in the fastest usual way that fits, not simulated without a
+        clock.
+        """
+        request = replace(self.request, profile=profile, clock=clock or Clock.of(0.0))
+        budget = request.budget() if clock is None else table_budget(request)
+        ways = usual_ways(request, budget)
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 

@@ -24,9 +24,14 @@ class AnswerTuning:
     # Share of the time left for each other schedule, where nothing fits under the one asked for.
     other_schedule_share: float = 0.5
 
-    # Seconds that may be spent on the table of usual ways and on a synchronous plan, however quick
-    # the search was.
+    # Seconds that may be spent on a synchronous plan, however quick the search was.
     alternatives_s: float = 2.0
+
+    # Instructions of the simulations for a table of usual ways: a second or two, and most tables
+    # take a tenth of them. They are counted, so that a busy machine shows the same rows; and the
+    # seconds at which one that is far too busy ends.
+    table_instructions: int = 2**18
+    table_s: float = 6.0
 
     # Seconds after the time limit, to simulate an answer that would not be otherwise. Without its
     # waiting nobody could compare it with others.
@@ -56,6 +61,13 @@ class AnswerTuning:
 @dataclass(frozen=True)
 class FitTuning:
     """Of `planner.solver.fit` and `planner.solver.sizes`."""
+
+    # Share of the time limit that may be computed. The rest is for other work on the machine:
+    # beside as much of that, what is looked at is the same.
+    computing_share: float = 0.75
+
+    # Share of the time limit for what comes after the last search: its table, and files.
+    ending_share: float = 0.05
 
     # Shares of the time left: for choosing sizes of microbatches, on which more depends than on any
     # search, since a size too small costs tens of times; then for the cluster that was asked about.

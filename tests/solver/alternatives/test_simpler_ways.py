@@ -6,6 +6,7 @@ import planner
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Profile
+from planner.reporting.tables.plan import plan_report
 from planner.solver.alternatives.simpler_ways import indistinct_share
 from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
@@ -40,6 +41,11 @@ def test_an_estimated_one_gives_way_to_data_parallelism_that_is_as_fast() -> Non
     (note,) = plan.notes
     assert note.startswith(
         f"{measured.config} is estimated to be {gain:.1%} faster, which is less than such"
+    )
+    assert plan.estimated_faster == f"{measured.config} is estimated to be {gain:.1%} faster"
+    first = plan_report(plan).splitlines()[0]
+    assert first.startswith(
+        f"Use data parallelism: {plan.estimated_faster}, which estimates do not tell apart; "
     )
 
 

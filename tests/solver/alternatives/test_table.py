@@ -12,6 +12,7 @@ from planner.analysis.compare import compare
 from planner.api.planning import price
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
@@ -23,6 +24,7 @@ from planner.solver.alternatives.table import no_slower_than_usual, with_baselin
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
 from planner.solver.request import Request
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
 LAYERS = [
@@ -55,6 +57,27 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     without = solve(MODEL, cluster).model_dump_json()
     assert "baselines" not in without  # as in files of 0.1
     assert "synchronous" not in without
+
+
+def test_rows_are_the_same_when_the_time_is_over() -> None:
+    """A busy machine shows the same table: instructions end its simulations, not seconds."""
+    request = asked(MODEL, flat_cluster(4, 1e7), schedule="1f1b-flush", microbatches=32)
+    plan = find_plan(request)
+    in_time = with_baselines(plan, request).baselines
+    late = with_baselines(plan, request.with_clock(Clock.of(0.0))).baselines
+    assert late == in_time
+    assert len(in_time) > 4
+
+
+def test_what_instructions_do_not_suffice_for_is_priced_without_waiting() -> None:
+    request = asked(MODEL, flat_cluster(4, 1e7), schedule="1f1b-flush", microbatches=32)
+    few = replace(STANDARD, answer=replace(STANDARD.answer, table_instructions=200))
+    plan = find_plan(request)
+    rows = with_baselines(plan, replace(request, tuning=few)).baselines
+    whole = with_baselines(plan, request).baselines
+    assert [row.name for row in rows] == [row.name for row in whole]
+    assert rows[0] == whole[0]
+    assert rows[-1].seconds_per_microbatch < whole[-1].seconds_per_microbatch
 
 
 @pytest.mark.parametrize(
