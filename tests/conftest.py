@@ -17,8 +17,8 @@ _FIRST = ("tests/executor/", "tests/workers/", "tests/cli/")
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a
 # file.
 os.environ.pop("COLUMNS", None)
-# Containers set it, and then each of the hundreds of processes that tests start compiles the package
-# anew, which takes a second of each.
+# Containers set it, and then each of the hundreds of processes that tests start compiles the
+# package anew, which takes a second of each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Shells let what they run in the background ignore Ctrl-C, and nohup lets it ignore that the
 # terminal closes. So would all processes that tests start and send these signals to.

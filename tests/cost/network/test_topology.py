@@ -243,7 +243,7 @@ def test_messages_and_rings_go_at_the_links_of_their_ends() -> None:
         4,
         1,
     ]
-    assert links.ring(range(12, 16))[0].bytes_per_s == 4.0
+    assert links.ring(range(12, 16), [12])[0].bytes_per_s == 4.0
 
 
 def test_a_link_that_two_kinds_share_is_the_slower_ones() -> None:
