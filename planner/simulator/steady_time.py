@@ -88,8 +88,9 @@ def _drained_s(costs: PipelineCosts, stop: Stop) -> float | None:
     def stop_all(instructions: int) -> bool:
         return stop(executed + instructions)
 
-    for count in _enough_microbatches(costs.shape):
-        simulation = _one_minibatch(costs, count, stop_all)
+    counts, workers = _enough_work(costs)
+    for count in counts:
+        simulation = _one_minibatch(costs, count, workers, stop_all)
         if simulation is None:
             return None
         executed += simulation.executed
@@ -100,19 +101,37 @@ def _drained_s(costs: PipelineCosts, stop: Stop) -> float | None:
     return _run_s(costs, stop_all)
 
 
-def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> Simulation | None:
-    """Simulate a minibatch, not the first one of a run, of so many microbatches; None if
-    stopped.
+def _one_minibatch(
+    costs: PipelineCosts, microbatches: int, workers: Collection[int] | None, stop: Stop
+) -> Simulation | None:
+    """Simulate a minibatch, not the first one of a run, of so many microbatches on some workers;
+    None if stopped.
     """
     shape = costs.shape
     depths = tuple(shape.in_flight(stage) for stage in range(len(shape.ranks)))
     shape = replace(shape, microbatches=microbatches, depths=depths)
-    costs = replace(costs, shape=shape)
-    simulation = Simulation(costs, 1, workers=unlike_replicas(costs))
+    simulation = Simulation(replace(costs, shape=shape), 1, workers=workers)
     simulation.communication.posted = True
     if simulation.run(lambda: stop(simulation.executed)) == "ended":
         return None
     return simulation
+
+
+def _enough_work(costs: PipelineCosts) -> tuple[list[int], Collection[int] | None]:
+    """Return the microbatches of the minibatches to try, and the workers that run them, all if
+    None.
+
+    Few replicas of a single stage tell what all do; where each runs many microbatches, a shorter
+    minibatch of all may be less work.
+    """
+    counts = _enough_microbatches(costs.shape)
+    workers = unlike_replicas(costs)
+    if workers is None:
+        return counts, None
+    most = costs.shape.microbatches
+    if most * len(workers) > counts[0] * costs.shape.replicas[0]:
+        return counts, None
+    return [most], workers
 
 
 def unlike_replicas(costs: PipelineCosts) -> Collection[int] | None:

@@ -13,7 +13,7 @@ from planner.schedule.registry import find
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
-from planner.simulator.steady_time import unlike_replicas
+from planner.simulator.steady_time import steady_s, unlike_replicas
 
 
 def _data_parallelism(draw: random.Random) -> PipelineCosts:
@@ -77,3 +77,22 @@ def test_stages_of_a_pipeline_are_all_simulated() -> None:
     costs = _data_parallelism(random.Random(0))
     shape = replace(costs.shape, ranks=((0,), (1,)))
     assert unlike_replicas(replace(costs, shape=shape, stages=costs.stages * 2)) is None
+
+
+@pytest.mark.parametrize(("replicas", "microbatches"), [(1, 4000), (2, 4000), (4, 64), (64, 64)])
+def test_a_single_stage_takes_its_time_whatever_is_simulated_of_it(
+    replicas: int, microbatches: int
+) -> None:
+    """The first runs a shorter minibatch, the last one replica."""
+    shape = PipelineShape(
+        ranks=(tuple(range(replicas)),),
+        channels=(),
+        schedule=find("1f1b-flush"),
+        microbatches=microbatches,
+    )
+    stage = StageCosts(forward_s=1.0, backward_s=2.0, update_s=0.5)
+    level = Level(size=replicas, bandwidth_bytes_per_s=1e9)
+    costs = PipelineCosts(
+        shape=shape, cluster=Cluster(levels=(level,)), stages=(stage,), transfer_bytes={}
+    )
+    assert steady_s(costs) == pytest.approx(3 * microbatches / replicas + 0.5)
