@@ -256,6 +256,38 @@ def test_megatron_fuses_masks_into_softmax_and_nothing_else() -> None:
     assert moved(chain_of("mul", "add", "tanh"), megatron) == (600, 3)
 
 
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "fuses"),
+    [
+        (4, 2048, 2048, True),
+        (4, 4096, 4096, False),
+        (4, 16, 16, False),
+        (6, 1024, 1024, False),
+        (4, 1023, 1024, False),
+    ],
+)
+def test_megatron_has_a_softmax_for_some_sizes(
+    heads: int, queries: int, keys: int, fuses: bool
+) -> None:
+    scores = Operation(
+        "gemm",
+        1.0,
+        1.0,
+        "float16",
+        name="bmm",
+        product=(heads, queries, keys, 64),
+        writes=((0, 1),),
+    )
+    masked = Operation(
+        "pointwise", 0.0, 1.0, "float16", name="masked_fill", reads=((0, 1),), writes=((1, 1),)
+    )
+    softmax = Operation(
+        "special", 0.0, 1.0, "float16", name="_softmax", reads=((1, 1),), writes=((2, 1),)
+    )
+    kernels = megatron(Flow([scores, masked, softmax], 3))
+    assert kernels == [None, *(["softmax"] * 2 if fuses else [None] * 2)]
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +301,7 @@ class Attending(nn.Module):
 
 
 def attending() -> TrainingSpec:
-    batch = torch.randn(2, 32, 64)
+    batch = torch.randn(4, 32, 64)
     return in_memory(
         Attending(),
         example_batch=((batch,), batch),
@@ -279,7 +311,7 @@ def attending() -> TrainingSpec:
 
 
 def traced(fusion: Fusion | None = None) -> StepTrace:
-    return trace_step(attending(), 2, execution=Execution("cuda", fusion))
+    return trace_step(attending(), 4, execution=Execution("cuda", fusion))
 
 
 def test_fusion_saves_launches_and_time() -> None:
@@ -337,7 +369,7 @@ def test_a_recurrent_layer_is_launched_by_one_call() -> None:
 
 def test_captured_kernels_do_not_wait_for_the_host() -> None:
     def step_s(host: str) -> float:
-        profile = estimate_profile(attending(), 2, EstimateOptions("h100", host=host))
+        profile = estimate_profile(attending(), 4, EstimateOptions("h100", host=host))
         return sum(layer.forward_s + layer.backward_s for layer in profile.layers)
 
     forward, backward, _ = traced().layer_seconds(replace(DEVICES["h100"], dispatch_s=0.0))
