@@ -84,7 +84,7 @@ def _predict(record: Record, spec: DeviceSpec) -> Prediction:
     profile = transformer(gpt.name, costs, [costs.layer] * layers)
     plan = OwnPlan(
         stages=tuple(OwnStage(blocks=layers // stages) for _ in range(stages)),
-        schedule=schedule.name,
+        schedule=schedule,
         microbatches=MICROBATCHES,
         chunks=chunks,
     )
