@@ -90,14 +90,17 @@ def test_choices_that_flip_are_said_to() -> None:
 
 
 @needs_anchors
-def test_ranks_that_divide_layers_send_a_part_each_in_bigscience() -> None:
-    record = next(bigscience.records())
+def test_stages_of_bigscience_wait_for_their_messages() -> None:
+    """Two stages of two blocks, and an embedding and a head."""
+    record = {**next(bigscience.records()), "layers_per_stage_inferred": "2 2"}
     profile = bigscience._profile(record, bigscience.SPEC)
-    whole, parts = (
-        each.layers[0].outputs[0] for each in (profile, bigscience.sending_parts(profile, 8))
-    )
-    assert parts.output_bytes * 8 == whole.output_bytes
-    assert parts.gradient_bytes * 8 == whole.gradient_bytes
+    slow = bigscience.waiting(profile, [2, 2], message_s=1.0)
+    waits = [
+        new.forward_s - old.forward_s for new, old in zip(slow.layers, profile.layers, strict=True)
+    ]
+    assert waits == pytest.approx([0, 0, 1, 1, 0, 0])
+    sent = bigscience.without_messages(slow).layers[0].outputs[0]
+    assert sent.output_bytes == sent.gradient_bytes == 1
 
 
 @needs_anchors
