@@ -74,13 +74,12 @@ ALL = Kind("", None)
 
 def network_of(cluster: Cluster) -> Network:
     """Return what joins the ranks: one server, or servers with fast or slow links between them."""
-    joined = [level for level in cluster.levels if level.size > 1]
-    if not joined:
-        return "one server"
-    bandwidth = joined[-1].bandwidth_bytes_per_s
-    if len(joined) == 1 and bandwidth >= _SERVER_BYTES_PER_S:
-        return "one server"
-    return "fast" if bandwidth >= FAST_BYTES_PER_S else "slow"
+    inside, *outside = cluster.levels
+    between = [level.bandwidth_bytes_per_s for level in outside if level.size > 1]
+    if not between:
+        is_server = inside.size == 1 or inside.bandwidth_bytes_per_s >= _SERVER_BYTES_PER_S
+        return "one server" if is_server else "slow"
+    return "fast" if min(between) >= FAST_BYTES_PER_S else "slow"
 
 
 def interval_of(

@@ -94,6 +94,7 @@ def test_networks() -> None:
     assert network_of(hierarchical_cluster((8, 4), ("nvlink3", "400Gbps"))) == "fast"
     assert network_of(hierarchical_cluster((8, 4), ("nvlink3", "100Gbps"))) == "slow"
     assert network_of(hierarchical_cluster((8, 1), ("nvlink3", "100Gbps"))) == "one server"
+    assert network_of(hierarchical_cluster((1, 8), ("nvlink3", "100Gbps"))) == "slow"
 
 
 def test_the_table_says_where_it_comes_from() -> None:
