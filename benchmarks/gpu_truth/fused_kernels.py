@@ -5,8 +5,9 @@ and what turns queries and keys by their positions (rotary embeddings), and noth
 its bias, and layer norm, are one operation each already: products add the bias. The optimizer is
 one kernel, too, as PyTorch's own with `fused=True`.
 
-The softmax is fused only for some sizes (Megatron-LM 2.5, `fused_softmax.py`,
-`is_kernel_available`): 17 to 2,048 keys, queries in fours, and heads of all samples in fours.
+The softmax is fused only for some sizes (Megatron-LM 3.0, `fused_softmax.py`,
+`is_kernel_available`): 17 to 4,096 keys, before May 2022 to 2,048, queries in fours, and heads of
+all samples in fours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from planner.profiler.estimated.execution import Flow
 
 _ROTARY = frozenset({"mul", "neg", "cat", "add"})
 _AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
-_MOST_KEYS = 2048
+_MOST_KEYS = 4096
 _FEW_KEYS = 16
 _TOGETHER = 4  # rows, and heads of all samples, that a block of the kernel takes
 

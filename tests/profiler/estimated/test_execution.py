@@ -274,8 +274,8 @@ def test_megatron_fuses_masks_into_softmax_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("heads", "queries", "keys", "fuses"),
     [
-        (4, 2048, 2048, True),
-        (4, 4096, 4096, False),
+        (4, 4096, 4096, True),
+        (4, 8192, 8192, False),
         (4, 16, 16, False),
         (6, 1024, 1024, False),
         (4, 1023, 1024, False),
