@@ -21,6 +21,7 @@ from benchmarks.gpu_truth import (
     dgxc,
     galvatron,
     mist,
+    primus,
     sailor,
     vocab_parallel,
     vtrain,
@@ -49,6 +50,7 @@ APART: Mapping[str, Callable[[], Iterator[Row]]] = {
     "bigscience by data sheet": bigscience.rows_by_data_sheet,
     "vocab-parallel": vocab_parallel.rows,
     "vocab-parallel by estimate": vocab_parallel.rows_by_estimate,
+    "primus": primus.rows,
 }
 
 _CALIBRATED = ("calibrated on other rows", "on other jobs")

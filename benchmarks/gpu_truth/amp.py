@@ -47,8 +47,14 @@ Record = dict[str, str]
 
 def rows() -> Iterator[Row]:
     """Yield the rows that were measured, on 16 T4."""
+    for _, row in recorded_rows():
+        yield row
+
+
+def recorded_rows() -> Iterator[tuple[Record, Row]]:
+    """Yield the same rows with what they are made of."""
     for record in _records("homogeneous"):
-        yield _row("amp", "16 T4", record)
+        yield record, _row("amp", "16 T4", record)
 
 
 def mixed_rows() -> Iterator[Row]:
@@ -94,9 +100,9 @@ def host_s() -> float:
     return 2 * fmean(forward_s) / _LAUNCHES
 
 
-def predicted(record: Record, spec: DeviceSpec) -> Prediction:
-    """Predict a run on GPUs of one kind."""
-    between = float(record["inter_server_bits_per_s_assumed_by_authors"]) / 8
+def predicted(record: Record, spec: DeviceSpec, share: float = 1.0) -> Prediction:
+    """Predict a run on GPUs of one kind, whose servers reach this share of their links' rate."""
+    between = share * float(record["inter_server_bits_per_s_assumed_by_authors"]) / 8
     cluster = hierarchical_cluster((_PER_SERVER, _SERVERS), (PCIE, between))
     return _priced(record, _divided_profile(record, spec), cluster)
 

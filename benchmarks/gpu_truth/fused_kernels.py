@@ -4,6 +4,10 @@ They fuse scaling and masks into softmax, the residual's addition into dropout, 
 and what turns queries and keys by their positions (rotary embeddings), and nothing else. GELU with
 its bias, and layer norm, are one operation each already: products add the bias. The optimizer is
 one kernel, too, as PyTorch's own with `fused=True`.
+
+The softmax is fused only for some sizes (Megatron-LM 3.0, `fused_softmax.py`,
+`is_kernel_available`): 17 to 4,096 keys, before May 2022 to 2,048, queries in fours, and heads of
+all samples in fours.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from planner.profiler.estimated.execution import Flow
 
 _ROTARY = frozenset({"mul", "neg", "cat", "add"})
 _AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_copy"})
+_MOST_KEYS = 4096
+_FEW_KEYS = 16
+_TOGETHER = 4  # rows, and heads of all samples, that a block of the kernel takes
 
 
 def megatron(flow: Flow) -> list[str | None]:
@@ -25,7 +32,7 @@ def megatron(flow: Flow) -> list[str | None]:
         kernels[number] = "rotary"
     for number in reversed(range(flow.backward)):
         name = flow.operations[number].name
-        if name == "_softmax":
+        if name == "_softmax" and _has_fused_softmax(flow, number):
             kernels[number] = "softmax"
         elif name in _AROUND_SOFTMAX:
             users = [user for user in flow.users(number) if user < flow.backward]
@@ -41,9 +48,26 @@ def megatron(flow: Flow) -> list[str | None]:
             continue
         elif name == "silu" or (name == "mul" and "silu" in names):
             kernels[number] = "gate"
-        elif name == "_softmax_backward_data" or (name in _AROUND_SOFTMAX and backward_of_softmax):
+        elif name == "_softmax_backward_data":
+            if any(kernels[each] == "softmax" for each in producers):
+                kernels[number] = "softmax backward"
+        elif name in _AROUND_SOFTMAX and backward_of_softmax:
             kernels[number] = "softmax backward"
     return kernels
+
+
+def _has_fused_softmax(flow: Flow, number: int) -> bool:
+    """Return whether there is a kernel for the scores that a softmax normalises."""
+    operation = flow.operations[number]
+    while operation.product is None:
+        producers = flow.producers(number)
+        if not producers:
+            return True  # of no product: of a loss, around which nothing is fused
+        number = max(producers)
+        operation = flow.operations[number]
+    heads, queries, keys, _ = operation.product
+    sizes = queries % _TOGETHER == 0 and heads % _TOGETHER == 0
+    return sizes and _FEW_KEYS < keys <= _MOST_KEYS
 
 
 def _around_attention(flow: Flow) -> Iterator[int]:

@@ -6,9 +6,8 @@
 
 An interval is the shortest that holds 80% of a set's rows, and of the one that comes next: 0.8 of
 n + 1 (Vovk et al., Algorithmic Learning in a Random World, 2005). A kind that several sets belong
-to has the interval that holds those of each, so that it keeps its promise for a set that is harder
-than the others. Sets of fewer than five rows say nothing of their own, and where a kind has fewer
-than twenty, rows with and without divided layers speak together.
+to has the interval that holds those of each, and of all together, so that it keeps its promise for
+a set that is harder than the others. Fewer than five rows say nothing of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import argparse
 import csv
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,27 +25,59 @@ from statistics import median
 
 from tabulate import tabulate
 
-from benchmarks.gpu_truth import aceso, amp, bigscience, calculon, dgxc, mist, vtrain
+from benchmarks.gpu_truth import (
+    aceso,
+    amp,
+    bigscience,
+    calculon,
+    dgxc,
+    mist,
+    nanotron,
+    primus,
+    vocab_parallel,
+    vtrain,
+)
 from benchmarks.gpu_truth.rows import Row
-from planner.formats.profile import Device
-from planner.plan.confidence import Interval, Links, interval_of_kind
+from planner.plan.confidence import Interval, Kind, Links, Network, interval_of_kind
 
 ROWS = Path(__file__).with_name("judged_rows.csv")
 TABLE = Path(__file__).parents[2] / "planner" / "plan" / "judged_errors.json"
 SHARE = 0.8  # of a set's rows that its interval holds
 LEAST_ROWS = 5
-_FEW_ROWS = 20
 
-# Sets and whether their links between servers were measured.
-_SETS: Mapping[str, tuple[Callable[[], Iterator[Row]], str]] = {
-    "vtrain": (vtrain.rows, "known"),
-    "mist": (mist.rows, "known"),
-    "aceso": (aceso.rows, "known"),
-    "calculon": (calculon.rows, "known"),
-    "dgxc": (dgxc.rows, "data sheet"),
-    "amp": (amp.rows, "data sheet"),
-    "bigscience": (bigscience.rows, "known"),
-    "bigscience by data sheet": (bigscience.rows_by_data_sheet, "data sheet"),
+
+@dataclass(frozen=True)
+class JudgedSet:
+    """Runs, and what joined their GPUs.
+
+    Attributes:
+        rows: the runs.
+        links: whether their links between servers were measured.
+        per_server: GPUs of a server.
+        between: what joins several servers.
+    """
+
+    rows: Callable[[], Iterator[Row]]
+    links: Links
+    per_server: int
+    between: Network
+
+    def network(self, gpus: int) -> Network:
+        """Return what joins so many GPUs."""
+        return "one server" if gpus <= self.per_server else self.between
+
+
+_SETS: Mapping[str, JudgedSet] = {
+    "vtrain": JudgedSet(vtrain.rows, "known", 8, "fast"),
+    "mist": JudgedSet(mist.rows, "known", 8, "slow"),
+    "aceso": JudgedSet(aceso.rows, "known", 8, "slow"),
+    "calculon": JudgedSet(calculon.rows, "known", 8, "fast"),
+    "dgxc": JudgedSet(dgxc.rows, "data sheet", 8, "fast"),
+    "amp": JudgedSet(amp.rows, "data sheet", 4, "slow"),
+    "bigscience": JudgedSet(bigscience.rows, "known", 8, "slow"),
+    "bigscience by data sheet": JudgedSet(bigscience.rows_by_data_sheet, "data sheet", 8, "fast"),
+    "vocab-parallel": JudgedSet(vocab_parallel.rows_by_estimate, "data sheet", 8, "fast"),
+    "primus": JudgedSet(primus.rows, "data sheet", 8, "fast"),
 }
 
 
@@ -55,8 +87,10 @@ class Judged:
 
     source: str
     gpu: str
+    links: Links
+    network: Network
     divided: bool
-    links: str
+    replicated: bool
     measured_s: float
     predicted_s: float
 
@@ -64,6 +98,11 @@ class Judged:
     def speed(self) -> float:
         """Measured speed relative to the predicted one."""
         return self.predicted_s / self.measured_s
+
+    @property
+    def kind(self) -> Kind:
+        """What was estimated."""
+        return Kind(self.gpu, self.links, self.network, self.divided, self.replicated)
 
 
 def interval(speeds: Sequence[float], share: float = SHARE) -> tuple[float, float]:
@@ -76,38 +115,31 @@ def interval(speeds: Sequence[float], share: float = SHARE) -> tuple[float, floa
 
 
 def table_of(rows: Sequence[Judged]) -> list[dict[str, object]]:
-    """Return the kinds with their intervals; "" stands for all GPUs."""
-    kinds = list[dict[str, object]]()
-    for gpu in ["", *sorted({row.gpu for row in rows})]:
-        for links in ("known", "data sheet"):
-            for divided in (False, True):
-                near = [row for row in rows if gpu in ("", row.gpu) and row.links == links]
-                own = [row for row in near if row.divided == divided]
-                few = len(own) < _FEW_ROWS
-                if found := _kind([near, own] if few else [own]):
-                    kinds.append({"gpu": gpu, "divided": divided, "links": links, **found})
-    return kinds
+    """Return the kinds with their intervals, the widest last."""
+    members = defaultdict[Kind, list[Judged]](list)
+    for row in rows:
+        for kind in row.kind.wider():
+            members[kind].append(row)
+    kinds = sorted(members, key=lambda kind: (kind.gpu == "", str(kind)))
+    return [
+        {**asdict(kind), **_described(members[kind])}
+        for kind in kinds
+        if len(members[kind]) >= LEAST_ROWS
+    ]
 
 
-def _kind(groups: Sequence[Sequence[Judged]]) -> dict[str, object]:
-    """Return what holds the rows of each set in each group; nothing where all sets are small."""
-    ends = list[tuple[float, float]]()
-    names = dict[str, int]()
-    for rows in groups:
-        sets = defaultdict[str, list[float]](list)
-        for row in rows:
-            sets[row.source].append(row.speed)
-        for name, speeds in sets.items():
-            if len(speeds) >= LEAST_ROWS:
-                ends.append(interval(speeds))
-                names[name] = max(len(speeds), names.get(name, 0))
-    if not ends:
-        return {}
+def _described(rows: Sequence[Judged]) -> dict[str, object]:
+    """Return what holds these rows, and those of each set among them."""
+    sets = defaultdict[str, list[float]](list)
+    for row in rows:
+        sets[row.source].append(row.speed)
+    groups = [speeds for speeds in sets.values() if len(speeds) >= LEAST_ROWS]
+    ends = [interval(speeds) for speeds in [*groups, [row.speed for row in rows]]]
     return {
         "least": math.floor(1000 * min(least for least, _ in ends)) / 1000,
         "most": math.ceil(1000 * max(most for _, most in ends)) / 1000,
-        "rows": sum(names.values()),
-        "sets": list(names),
+        "rows": len(rows),
+        "sets": sorted(sets),
     }
 
 
@@ -118,8 +150,10 @@ def read() -> list[Judged]:
             Judged(
                 record["source"],
                 record["gpu"],
+                "known" if record["links"] == "known" else "data sheet",
+                _network(record["network"]),
                 record["divided"] == "True",
-                record["links"],
+                record["replicated"] == "True",
                 float(record["measured_s"]),
                 float(record["predicted_s"]),
             )
@@ -127,26 +161,65 @@ def read() -> list[Judged]:
         ]
 
 
+def _network(text: str) -> Network:
+    known: tuple[Network, ...] = ("one server", "fast", "slow")
+    return next(each for each in known if each == text)
+
+
 def measure() -> Iterator[Judged]:
     """Predict all rows of the sets."""
-    for make, links in _SETS.values():
-        for row in make():
+    for judged in _SETS.values():
+        for row in judged.rows():
             found = row.now()
-            if found.predicted is not None and found.spec is not None:
-                yield Judged(
-                    found.source,
-                    found.spec.name,
-                    is_divided(found.plan),
-                    links,
-                    found.measured_s,
-                    found.predicted.seconds,
-                )
+            if found.predicted is None or found.spec is None:
+                continue
+            yield Judged(
+                found.source,
+                found.spec.name,
+                judged.links,
+                judged.network(_gpus(found.job)),
+                is_divided(found.plan),
+                is_replicated(found.plan),
+                found.measured_s,
+                round(found.predicted.seconds, 5),
+            )
+    yield from _of_nanotron()
+
+
+def _of_nanotron() -> Iterator[Judged]:
+    runs = [run for run in nanotron.runs() if run.seconds is not None]
+    for each in nanotron.judge(nanotron.H100, runs, nanotron.EAGER):
+        run = each.run
+        yield Judged(
+            "nanotron",
+            nanotron.H100.name,
+            "known",
+            "one server" if run.gpus <= nanotron.PER_SERVER else "fast",
+            run.llama.tensor > 1,
+            run.replicas > 1,
+            round(each.measured_s, 7),
+            round(each.seconds, 7),
+        )
+
+
+def _gpus(job: str) -> int:
+    """Return the GPUs that the words of a job name; one server's where they name none."""
+    found = re.search(r"\b(\d+) (?:GPUs|T4|L4|A10G|A100|H100|MI300X)", job)
+    return 1 if found is None else int(found[1])
 
 
 def is_divided(plan: str) -> bool:
     """Return whether the words of a plan name several ranks that divide layers."""
     degrees = plan.partition("tp ")[2].partition(", microbatch")[0].partition(" ")[0]
     return degrees.strip(",") not in ("", "1")
+
+
+def is_replicated(plan: str) -> bool:
+    """Return whether the words of a plan name several replicas, in all or by stage."""
+    named = re.search(r"\bdp (\d+)|stages x([\d,]+)", plan)
+    if named is None:
+        return False
+    return any(count != "1" for count in (named[1] or named[2]).strip(",").split(","))
 
 
 def write(rows: Sequence[Judged]) -> None:
@@ -158,29 +231,33 @@ def write(rows: Sequence[Judged]) -> None:
 
 
 def sets_table(rows: Sequence[Judged]) -> str:
-    """Return for each set how many of its rows the interval of their kind holds, and how wide that
-    is beside the median error.
+    """Return for each set how many of its rows the intervals of their kinds hold, and how wide
+    these are beside the median error.
     """
     cells = []
     for source, gpu in dict.fromkeys((row.source, row.gpu) for row in rows):
         own = [row for row in rows if (row.source, row.gpu) == (source, gpu)]
-        intervals = [_interval_of(row) for row in own]
-        held = sum(
-            each.least <= row.speed <= each.most for each, row in zip(intervals, own, strict=True)
-        )
-        width = max((each.most - each.least) / 2 for each in intervals)
-        error = median(abs(row.predicted_s / row.measured_s - 1) for row in own)
-        cells.append(
-            [source, gpu, len(own), f"{error:.1%}", f"{held / len(own):.0%}", f"{width:.1%}"]
-        )
+        held, width, error = promise(own)
+        cells.append([source, gpu, len(own), f"{error:.1%}", f"{held:.0%}", f"{width:.1%}"])
     headers = ["set", "GPU", "rows", "median error", "held", "half the width"]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
+def promise(rows: Sequence[Judged]) -> tuple[float, float, float]:
+    """Return the share of rows that their intervals hold, half of the intervals' median width, and
+    the median error.
+    """
+    intervals = [_interval_of(row) for row in rows]
+    held = sum(
+        each.least <= row.speed <= each.most for each, row in zip(intervals, rows, strict=True)
+    )
+    width = median((each.most - each.least) / 2 for each in intervals)
+    error = median(abs(row.predicted_s / row.measured_s - 1) for row in rows)
+    return held / len(rows), width, error
+
+
 def _interval_of(row: Judged) -> Interval:
-    links: Links = "known" if row.links == "known" else "data sheet"
-    device = Device(kind="cuda", name=row.gpu)
-    return interval_of_kind(device, divided=row.divided, links=links)
+    return interval_of_kind(row.kind)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class Summary:
         of the same job; None without such pairs. memory_error, worst_memory: mean absolute relative
         error of stages' peaks, and the largest; None without any. regret: mean over jobs with
         several rows of how much slower the row is that has the least prediction than the
-            one that was measured fastest; None without such jobs.
+            one that was measured fastest; None without such jobs. worst_regret: of the worst job.
     """
 
     rows: Sequence[Row]
@@ -39,6 +39,7 @@ class Summary:
     bias: float | None
     tau: float | None
     regret: float | None
+    worst_regret: float | None
     memory_error: float | None
     worst_memory: float | None
 
@@ -60,6 +61,7 @@ def summary(rows: Sequence[Row]) -> Summary:
         bias=_mean(errors),
         tau=_mean(signs),
         regret=_mean(regrets),
+        worst_regret=max(regrets, default=None),
         memory_error=_mean(memory),
         worst_memory=max(memory, default=None),
     )

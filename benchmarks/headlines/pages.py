@@ -32,6 +32,7 @@ _GPU_COLUMNS = {
     "by_job": "on other jobs",
     "tau": "tau",
     "regret": "regret",
+    "worst_regret": "worst job",
     "memory": "memory of stages",
     "worst_memory": "worst stage",
 }

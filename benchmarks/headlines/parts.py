@@ -42,6 +42,7 @@ APART_SOURCES = (
     "bigscience by data sheet",
     "vocab-parallel",
     "vocab-parallel by estimate",
+    "primus",
 )
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush")
 TESTBED_CASES, TESTBED_S = 10, 8.0
@@ -228,7 +229,7 @@ def _quickstart() -> dict[str, float]:
 
 def gpus() -> dict[str, float]:
     """Compare estimates with published runs on GPUs."""
-    from benchmarks.gpu_truth import nanotron
+    from benchmarks.gpu_truth import nanotron, slow_links
     from benchmarks.gpu_truth.__main__ import APART
     from benchmarks.gpu_truth.__main__ import SOURCES as ROWS
     from benchmarks.gpu_truth.calibrated import calibrated
@@ -253,6 +254,7 @@ def gpus() -> dict[str, float]:
             "by_job": said.by_job,
             "tau": said.tau,
             "regret": said.regret,
+            "worst_regret": said.worst_regret,
             "memory": said.memory_error,
             "worst_memory": said.worst_memory,
         }
@@ -272,6 +274,7 @@ def gpus() -> dict[str, float]:
         "gpu.all.regret": max(_of_sources(found, "regret")),
         "gpu.all.memory_within_5": sum(error <= 0.05 for error in peaks) / len(peaks),
         "gpu.all.memory_within_15": sum(error <= 0.15 for error in peaks) / len(peaks),
+        "gpu.all.links": slow_links.share_right_or_warned(slow_links.choices()),
     }
 
 
@@ -320,6 +323,7 @@ _OF_ALL: Sequence[tuple[str, str, _Better]] = (
     ("regret", "regret in the worst source", "lower"),
     ("memory_within_5", "stages' peaks within 5%", "higher"),
     ("memory_within_15", "stages' peaks within 15%", "higher"),
+    ("links", "jobs on a data sheet's links with the right choice or a warning", "higher"),
 )
 _OF_SOURCE: Sequence[tuple[str, str, str, _Better, float]] = (
     ("rows", "rows", ".0f", "higher", 0),
@@ -329,6 +333,7 @@ _OF_SOURCE: Sequence[tuple[str, str, str, _Better, float]] = (
     ("by_job", "calibrated on other jobs", ".1%", "lower", 0.001),
     ("tau", "rank correlation", ".2f", "higher", 0.005),
     ("regret", "regret", "+.1%", "lower", 0.001),
+    ("worst_regret", "regret in the worst job", "+.1%", "lower", 0.001),
     ("memory", "memory of stages", ".1%", "lower", 0.001),
     ("worst_memory", "memory, worst stage", ".1%", "lower", 0.001),
 )

@@ -2,13 +2,15 @@
 
 `judged_errors.json` is made by `python -m benchmarks.gpu_truth.intervals`, which says of each kind
 of answer how fast the measured runs were relative to their estimate: between `least` and `most` for
-80% of them. A kind is a GPU, whether ranks divide layers, and whether the links between servers
-were measured. Where a kind was not judged, the nearest one that was stands for it, and where
-nothing is near, all do.
+80% of them. A kind is a GPU, how its ranks are joined, and how a plan uses them. Where a kind was
+not judged, a wider one stands for it: first without what replicas and the ranks of a layer do, then
+without the network, then that of all GPUs together. These stand for a GPU whose kernels nobody
+measured, too.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -17,6 +19,9 @@ from planner.formats.cluster import Cluster
 from planner.formats.profile import Device, Profile
 
 Links = Literal["known", "data sheet"]
+Network = Literal["one server", "fast", "slow"]
+FAST_BYTES_PER_S = 25e9  # of a server: two ports of 100 Gbit/s
+_SERVER_BYTES_PER_S = 3e9  # PCIe through the host's memory reaches more, and most networks less
 _TABLE = Path(__file__).with_name("judged_errors.json")
 
 
@@ -37,57 +42,84 @@ class Interval:
 
 @dataclass(frozen=True)
 class Kind:
-    """What was estimated.
+    """What was estimated. None stands for any.
 
     Attributes:
         gpu: name of the device; "" for all of them.
-        divided: whether ranks divide layers.
         links: whether somebody knows the links.
+        network: what joins the ranks; see `network_of`.
+        divided: whether ranks divide layers.
+        replicated: whether stages have replicas.
     """
 
     gpu: str
-    divided: bool
-    links: Links
+    links: Links | None
+    network: Network | None = None
+    divided: bool | None = None
+    replicated: bool | None = None
+
+    def wider(self) -> Iterator["Kind"]:
+        """Yield this kind, and those that it is part of, the narrowest first."""
+        if self.gpu:
+            yield self
+            yield replace(self, replicated=None)
+            yield replace(self, replicated=None, divided=None)
+            yield replace(self, replicated=None, divided=None, network=None)
+            yield Kind(self.gpu, None)
+        yield ALL
 
 
-def interval_of(profile: Profile, cluster: Cluster, *, divided: bool) -> Interval | None:
+ALL = Kind("", None)
+
+
+def network_of(cluster: Cluster) -> Network:
+    """Return what joins the ranks: one server, or servers with fast or slow links between them."""
+    inside, *outside = cluster.levels
+    between = [level.bandwidth_bytes_per_s for level in outside if level.size > 1]
+    if not between:
+        is_server = inside.size == 1 or inside.bandwidth_bytes_per_s >= _SERVER_BYTES_PER_S
+        return "one server" if is_server else "slow"
+    return "fast" if min(between) >= FAST_BYTES_PER_S else "slow"
+
+
+def interval_of(
+    profile: Profile, cluster: Cluster, *, divided: bool, replicated: bool
+) -> Interval | None:
     """Return the interval of an estimated answer, the widest of its kinds of GPUs; None for a
     profile that was measured.
+
+    Args:
+        divided: whether ranks of the plan divide layers.
+        replicated: whether its stages have replicas.
     """
     if profile.provenance.source != "estimated" or profile.device.kind == "cpu":
         return None
     links: Links = "known" if cluster.level_by_data_sheet is None else "data sheet"
     devices = [times.device for times in profile.kinds or ()] or [profile.device]
-    intervals = [interval_of_kind(each, divided=divided, links=links) for each in devices]
+    intervals = [
+        interval_of_kind(Kind(_judged_as(each), links, network_of(cluster), divided, replicated))
+        for each in devices
+    ]
     return Interval(min(each.least for each in intervals), max(each.most for each in intervals))
 
 
-def interval_of_kind(device: Device, *, divided: bool, links: Links) -> Interval:
-    """Return the interval of the nearest kind that was judged.
+def _judged_as(device: Device) -> str:
+    """Return the GPU whose runs stand for a device's: all, where its kernels were not measured."""
+    return "" if device.shares_of is not None else device.name
 
-    Another degree of division is nearer than other links, and these are nearer than another GPU. A
-    GPU whose kernels were not measured has the interval of all GPUs together.
-    """
-    gpu = "" if device.shares_of is not None else device.name
+
+def interval_of_kind(kind: Kind) -> Interval:
+    """Return the interval of a kind, or of the narrowest kind around it that was judged."""
     judged = _judged()
-    for kind in (
-        Kind(gpu, divided, links),
-        Kind(gpu, not divided, links),
-        Kind(gpu, divided, "data sheet" if links == "known" else "known"),
-        Kind("", divided, links),
-        Kind("", not divided, links),
-    ):
-        if kind in judged:
-            return judged[kind]
-    return Interval(
-        min(each.least for each in judged.values()), max(each.most for each in judged.values())
-    )
+    return next(judged[each] for each in kind.wider() if each in judged)
 
 
 @cache
 def _judged() -> dict[Kind, Interval]:
     table = json.loads(_TABLE.read_text(encoding="utf-8"))
     return {
-        Kind(row["gpu"], row["divided"], row["links"]): Interval(row["least"], row["most"])
+        Kind(row["gpu"], row["links"], row["network"], row["divided"], row["replicated"]): Interval(
+            row["least"], row["most"]
+        )
         for row in table["kinds"]
     }

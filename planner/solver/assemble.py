@@ -198,7 +198,13 @@ def _ratio(amount: float | None, count: float | None) -> float | None:
 
 def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
     divided = any(stage.options.divides_layers for stage in best.stages)
-    interval = interval_of(problem.layer_costs.given, problem.cluster, divided=divided)
+    replicated = any(stage.replicas > 1 for stage in best.stages)
+    interval = interval_of(
+        problem.layer_costs.given,
+        problem.cluster,
+        divided=divided,
+        replicated=replicated,
+    )
     if interval is None:
         return None
     return (interval.least, interval.most)

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.profile import Device
 from planner.plan import confidence
-from planner.plan.confidence import Interval, interval_of, interval_of_kind
+from planner.plan.confidence import (
+    ALL,
+    Interval,
+    Kind,
+    Links,
+    Network,
+    interval_of,
+    interval_of_kind,
+    network_of,
+)
 from planner.profiler.estimated.devices import DEVICES
 from tests.samples import layer, profile
 
@@ -31,30 +40,61 @@ def test_measured_profiles_have_none() -> None:
     model = profile(layer("a"), layer("b"))
     cluster = flat_cluster(2, "10Gbps")
     gpu = model.model_copy(update={"device": Device(kind="cuda", name="mine")})
-    assert interval_of(model, cluster, divided=False) is None  # of a CPU
-    assert interval_of(gpu, cluster, divided=False) is not None
-    measured = gpu.provenance.model_copy(update={"source": "measured"})
-    assert (
-        interval_of(gpu.model_copy(update={"provenance": measured}), cluster, divided=False) is None
-    )
+    assert interval_of(model, cluster, divided=False, replicated=True) is None  # of a CPU
+    assert interval_of(gpu, cluster, divided=False, replicated=True) is not None
+    provenance = gpu.provenance.model_copy(update={"source": "measured"})
+    measured = gpu.model_copy(update={"provenance": provenance})
+    assert interval_of(measured, cluster, divided=False, replicated=True) is None
 
 
-def test_every_kind_has_one() -> None:
-    for spec in DEVICES.values():
-        device = Device(kind="cuda", name=spec.name, shares_of=spec.like)
-        for divided in (False, True):
-            for links in ("known", "data sheet"):
-                interval = interval_of_kind(device, divided=divided, links=links)
-                assert 0 < interval.least < interval.most
+@pytest.mark.parametrize("links", ["known", "data sheet"])
+@pytest.mark.parametrize("network", ["one server", "fast", "slow"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_every_kind_has_one(links: Links, network: Network, divided: bool) -> None:
+    for gpu in ("", *(spec.name for spec in DEVICES.values())):
+        interval = interval_of_kind(Kind(gpu, links, network, divided, not divided))
+        assert 0 < interval.least < interval.most
 
 
-def test_kernels_that_nobody_measured_have_the_widest() -> None:
+def test_wider_kinds_come_one_by_one() -> None:
+    kind = Kind("mine", "known", "fast", divided=True, replicated=False)
+    assert list(kind.wider()) == [
+        kind,
+        Kind("mine", "known", "fast", divided=True),
+        Kind("mine", "known", "fast"),
+        Kind("mine", "known"),
+        Kind("mine", None),
+        ALL,
+    ]
+    assert interval_of_kind(kind) == interval_of_kind(ALL)
+
+
+def test_kernels_that_nobody_measured_have_the_interval_of_all_gpus() -> None:
+    model = profile(layer("a"), layer("b"))
     own = Device(kind="cuda", name="NVIDIA A100 SXM 80 GB")
     unmeasured = own.model_copy(update={"shares_of": "another"})
-    near = interval_of_kind(own, divided=True, links="known")
-    far = interval_of_kind(unmeasured, divided=True, links="known")
-    assert far.least <= near.least
-    assert far.most >= near.most
+    cluster = flat_cluster(2, 1e9)
+    near, far = (
+        interval_of(
+            model.model_copy(update={"device": each}), cluster, divided=True, replicated=True
+        )
+        for each in (own, unmeasured)
+    )
+    assert near is not None
+    assert far == interval_of_kind(ALL)
+    assert far.most - far.least > near.most - near.least
+
+
+def test_networks() -> None:
+    """PCIe joins a server; a flat cluster over Ethernet is none."""
+    assert network_of(flat_cluster(1, 1e9)) == "one server"
+    assert network_of(flat_cluster(8, "nvlink3")) == "one server"
+    assert network_of(flat_cluster(4, 4e9)) == "one server"
+    assert network_of(flat_cluster(4, "10Gbps")) == "slow"
+    assert network_of(hierarchical_cluster((8, 4), ("nvlink3", "400Gbps"))) == "fast"
+    assert network_of(hierarchical_cluster((8, 4), ("nvlink3", "100Gbps"))) == "slow"
+    assert network_of(hierarchical_cluster((8, 1), ("nvlink3", "100Gbps"))) == "one server"
+    assert network_of(hierarchical_cluster((1, 8), ("nvlink3", "100Gbps"))) == "slow"
 
 
 def test_the_table_says_where_it_comes_from() -> None:
@@ -68,8 +108,9 @@ def test_several_kinds_of_gpus_have_the_widest_of_theirs() -> None:
     both = profile_of_kinds(
         {device.name: model for device, model in zip(devices, models, strict=True)}
     )
-    alone = [interval_of(each, flat_cluster(2, 1e9), divided=False) for each in models]
-    found = interval_of(both, flat_cluster(2, 1e9), divided=False)
+    cluster = flat_cluster(2, 1e9)
+    alone = [interval_of(each, cluster, divided=False, replicated=True) for each in models]
+    found = interval_of(both, cluster, divided=False, replicated=True)
     assert found == Interval(
         min(each.least for each in alone if each), max(each.most for each in alone if each)
     )

@@ -27,6 +27,8 @@ _LEAST_KEYS = 512  # fewer take a GPU as long: each tile of queries is filled an
 # Wide copies to tensor cores want rows that begin at multiples of 16 bytes. FLOP/s of a processor
 # without them: where the result has other rows, and where only an operand has.
 _RESULT_UNALIGNED, _OPERAND_UNALIGNED = 0.71e12, 1.11e12
+# Batches of such matrices leave the tensor cores (benchmarks/gpu_truth has the runs that show it).
+_BATCHED = ("bmm", "baddbmm")
 _LONG_ROW = 1024  # of a softmax: longer ones are read three times (`SoftMax.cu`)
 # hidden states that oneDNN saves per step and sample besides the gates, as measured
 _STATES_KEPT = 11.3
@@ -189,6 +191,8 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         limit = math.inf
         if op_class == "gemm" and dtype in _HALF.values():
             limit = _limit(read, written)
+            if limit < math.inf and name in _BATCHED:
+                dtype, limit = "float32", math.inf
         reads = self._values_read(read)
         operation = Operation(
             op_class=self._op_class or op_class,

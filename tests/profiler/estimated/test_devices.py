@@ -13,12 +13,11 @@ UNMEASURED = {
     "b200": "h200",
     "gb200": "h200",
     "b300": "h200",
-    "rtx-pro-6000": "l40s",
     "mi300x": "h100",
     "mi325x": "h100",
     "mi355x": "h100",
     "rtx-4090": "l40s",
-    "rtx-5090": "l40s",
+    "rtx-5090": "rtx-pro-6000",
 }
 
 
@@ -36,6 +35,7 @@ def test_shares_are_those_of_the_nearest_kind(name: str, nearest: str) -> None:
 def test_what_was_measured_of_such_a_kind_is_kept() -> None:
     assert DEVICES["mi300x"].achieved_arithmetic["gemm"] == 0.45
     assert DEVICES["b200"].achieved_arithmetic["gemm"] == 0.7
+    assert DEVICES["rtx-pro-6000"].like is None
 
 
 @pytest.mark.parametrize(
