@@ -21,6 +21,7 @@ from benchmarks.gpu_truth import (
     dgxc,
     galvatron,
     mist,
+    recipes,
     sailor,
     vocab_parallel,
     vtrain,
@@ -47,6 +48,7 @@ APART: Mapping[str, Callable[[], Iterator[Row]]] = {
     "amp mixed": amp.mixed_rows,
     "bigscience": bigscience.rows,
     "bigscience by data sheet": bigscience.rows_by_data_sheet,
+    "recipes": recipes.rows,
     "vocab-parallel": vocab_parallel.rows,
     "vocab-parallel by estimate": vocab_parallel.rows_by_estimate,
 }

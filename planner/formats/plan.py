@@ -13,6 +13,7 @@ from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, replace, save_record
+from planner.formats.names import EightBits, StackName
 from planner.formats.plan_parts import (
     OtherWay,
     PlannedLengths,
@@ -63,6 +64,8 @@ class Plan(Shown, GrownRecord):
         "slow_links",
         "base_bits",
         "estimated_faster",
+        "products",
+        "stack",
     }
 
     schema_version: Literal[1] = 1
@@ -74,6 +77,8 @@ class Plan(Shown, GrownRecord):
     # of the weights, which have copies in float32 that the optimizer steps
     master_weights: Autocast | None = None
     base_bits: Literal[4] | None = None  # of each frozen weight beside adapters, as in the profile
+    products: EightBits | None = None  # of linear layers, as in the profile
+    stack: StackName | None = None  # whose kernels were estimated
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32

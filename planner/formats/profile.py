@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, replace, save_record
+from planner.formats.names import EightBits, StackName
 from planner.formats.quantities import (
     MOST_GPUS,
     Bytes,
@@ -389,7 +390,7 @@ class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"lengths", "capture_checked", "uncut", "base_bits"}
+        {"lengths", "capture_checked", "uncut", "base_bits", "products", "stack"}
     )
 
     schema_version: Literal[1] = 1
@@ -403,6 +404,9 @@ class Profile(Shown, GrownRecord):
     # Of each frozen weight beside adapters, in estimates alone; None where they are whole numbers
     # of bytes.
     base_bits: Literal[4] | None = None
+    # of linear layers, in estimates alone; None where they are in the type of the weights
+    products: EightBits | None = None
+    stack: StackName | None = None  # whose kernels were estimated
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     # measured with deterministic algorithms, and to be trained so

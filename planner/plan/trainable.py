@@ -40,7 +40,14 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
 
 
 def check_base(plan: Plan) -> None:
-    """Raise PlanError for a plan with a frozen base in fewer bits than the executor's."""
+    """Raise PlanError for a plan with weights or products in fewer bits than the executor's."""
+    if plan.products is not None:
+        raise PlanError(
+            f"the plan is for products in {plan.products}, and the executor computes them in "
+            f"{plan.master_weights or 'single precision'}, which takes longer",
+            hint="make a plan without `precision`; or train with Megatron and Transformer Engine, "
+            "where the plan says how fast that may be and what fits",
+        )
     if plan.base_bits is not None:
         raise PlanError(
             f"the plan is for a frozen base in {plan.base_bits} bits, and the executor has it in "

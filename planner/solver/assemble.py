@@ -73,6 +73,8 @@ def assemble(
         autocast=profile.autocast,
         master_weights=profile.master_weights,
         base_bits=profile.base_bits,
+        products=profile.products,
+        stack=profile.stack,
         memory_format=profile.memory_format,
         compiled=profile.compiled is not None,
         tf32=profile.tf32,
