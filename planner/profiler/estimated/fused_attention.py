@@ -21,7 +21,7 @@ from planner.formats.files import replace
 from planner.profiler.estimated.execution import Flow
 from planner.profiler.estimated.operations import ATTENTION_DIAGONAL_KEYS, Operation, narrow_heads
 
-_PRODUCT = "bmm"
+_PRODUCTS = ("bmm", "baddbmm")
 _WIDEST_HEAD = 256
 _BACKWARD_OF_FORWARD = 2.5
 
@@ -92,7 +92,7 @@ def _chains(flow: Flow) -> Iterator[_Chain]:
 
 
 def _makes_scores(operation: Operation) -> bool:
-    if operation.name != _PRODUCT or operation.product is None:
+    if operation.name not in _PRODUCTS or operation.product is None:
         return False
     _, queries, keys, head = operation.product
     return head <= _WIDEST_HEAD < keys and queries > 1
@@ -110,7 +110,7 @@ def _until_product(flow: Flow, first: int) -> tuple[int, ...] | None:
             if user >= flow.backward or user in inside:
                 continue
             operation = flow.operations[user]
-            if operation.name == _PRODUCT:
+            if operation.name in _PRODUCTS:
                 if last not in (None, user):
                     return None
                 last = user
@@ -133,7 +133,7 @@ def _behind(flow: Flow, inside: Sequence[int]) -> tuple[int, ...]:
         user
         for value in own
         for user in flow.readers.get(value, ())
-        if user >= flow.backward and flow.operations[user].name == _PRODUCT
+        if user >= flow.backward and flow.operations[user].name in _PRODUCTS
     ]
     gradients = {
         value for number in start for value, _ in flow.operations[number].reads if value not in own
@@ -142,7 +142,7 @@ def _behind(flow: Flow, inside: Sequence[int]) -> tuple[int, ...]:
         user
         for value in gradients
         for user in flow.readers.get(value, ())
-        if user >= flow.backward and flow.operations[user].name == _PRODUCT
+        if user >= flow.backward and flow.operations[user].name in _PRODUCTS
     ]
     found = {*start, *todo}
     while todo:
@@ -153,7 +153,7 @@ def _behind(flow: Flow, inside: Sequence[int]) -> tuple[int, ...]:
             if user in found:
                 continue
             found.add(user)
-            if flow.operations[user].name != _PRODUCT:
+            if flow.operations[user].name not in _PRODUCTS:
                 todo.append(user)
     return tuple(sorted(found))
 
@@ -219,6 +219,6 @@ def _scores_bytes(flow: Flow, members: Sequence[int]) -> int:
     return max(
         size
         for number in members
-        if flow.operations[number].name == _PRODUCT
+        if flow.operations[number].name in _PRODUCTS
         for _, size in (*flow.operations[number].writes, *flow.operations[number].reads)
     )

@@ -16,7 +16,7 @@ from planner.errors import InputError, did_you_mean
 from planner.formats.files import replace
 from planner.formats.names import STACKS, StackName
 from planner.profiler.estimated.devices import DEVICES, HOSTS, DeviceSpec
-from planner.profiler.estimated.execution import Execution, compiler
+from planner.profiler.estimated.execution import Execution, Flow, compiler
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Stack:
         return replace(
             execution,
             stack=self.name,
-            fusion=compiler if self.compiles else None,
+            fusion=chains if self.compiles else None,
             fuses_attention=self.fuses_attention,
             keeps_inputs=self.compiles,
             loss_chunks=self.loss_chunks,
@@ -87,10 +87,22 @@ class Stack:
         return replace(spec, achieved_arithmetic=shares, dispatch_s=HOSTS[self.host])
 
 
+def chains(flow: Flow) -> list[str | None]:
+    """Fuse chains of operations without products, and the loss: what picks a token's logarithm is
+    part of the kernel that makes it.
+    """
+    return [
+        "chain" if operation.name in _PICKS else kernel
+        for operation, kernel in zip(flow.operations, compiler(flow), strict=True)
+    ]
+
+
 def _key(spec: DeviceSpec) -> str:
     """Return the name of a device in the table; nothing for one of a file."""
     return next((name for name, own in DEVICES.items() if own.name == spec.name), "")
 
+
+_PICKS = ("nll_loss_forward", "nll_loss_backward")
 
 # cuDNN's, which PyTorch 2.9 and later take on Hopper, and FlashAttention-3's are alike: on the H200
 # 0.64 to 0.66 forward and 0.52 to 0.60 backward (`own_h200.json`), 0.60 in all; vLLM 0.24 with
