@@ -103,6 +103,10 @@ def recipes() -> Iterator[Recipe]:
                     yield recipe
 
 
+def _predict(recipe: Recipe, spec: DeviceSpec) -> Prediction:
+    return Prediction(predicted_s(recipe, spec))
+
+
 def _recipe(record: dict[str, str]) -> Recipe | None:
     system = record.get("system") or record["gpu"]
     if system not in _GPUS or record["precision"] not in ("FP8", "MXFP8"):
@@ -150,7 +154,8 @@ def _gpt(record: dict[str, str]) -> Gpt:
     )
 
 
-def _predict(recipe: Recipe, spec: DeviceSpec) -> Prediction:
+def predicted_s(recipe: Recipe, spec: DeviceSpec) -> float:
+    """Return the seconds of an iteration, as estimated and simulated."""
     gpt, tensor = recipe.gpt, recipe.tensor
     degrees = sorted({1, tensor})
     how = replace(half_precision(), eight_bits=eight_bit_products(recipe.precision, [spec]))
@@ -183,4 +188,4 @@ def _predict(recipe: Recipe, spec: DeviceSpec) -> Prediction:
     chunks = recipe.chunks if recipe.chunks > 1 else None
     microbatches = recipe.microbatches * replicas
     priced = price(profile, recipe.cluster, stages, microbatches, chunks)
-    return Prediction(priced.predicted.seconds_per_minibatch)
+    return priced.predicted.seconds_per_minibatch

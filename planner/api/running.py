@@ -206,9 +206,24 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     asked = replace(request.with_clock(searching), only_asked=trained is not None)
     answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
+    answer = _as_trained(answer, how.stack)
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
+
+
+def _as_trained(answer: Fit, stack: Stack | None) -> Fit:
+    """Return the answer with stages that `train` compiles where the stack does and the plan allows
+    it, and with a note on what it does not run as the stack does.
+    """
+    plan = answer.asked.plan
+    if stack is None or plan is None or not stack.fuses_anything:
+        return answer
+    compiled = not plan.divides_layers and not plan.stages[0].shards_gradients
+    if compiled:
+        plan = replace(plan, compiled=True)
+    plan = plan.noting(stack.untrained_words(compiled=compiled))
+    return replace(answer, asked=replace(answer.asked, plan=plan))
 
 
 def _clock_of(options: FitOptions) -> Clock:

@@ -76,6 +76,21 @@ class Stack:
             loss_chunks=self.loss_chunks,
         )
 
+    def untrained_words(self, *, compiled: bool) -> str:
+        """Say what `plan train` does not run as this stack does; `compiled`: it compiles stages."""
+        missing = []
+        if not compiled:
+            missing.append("fuse chains of operations, as stages that divide weights are eager")
+        if self.fuses_attention:
+            missing.append("fuse attention that the model writes out")
+        if self.loss_chunks > 1:
+            missing.append(f"compute the loss in {self.loss_chunks} chunks")
+        return (
+            f"priced with kernels of the {self.name} stack. `plan train` does not "
+            f"{', nor '.join(missing)}: there it takes longer and more memory; `stack=eager` says "
+            f"how much"
+        )
+
     def on(self, spec: DeviceSpec) -> DeviceSpec:
         """Return the device with the kernels and the host of this stack."""
         if spec.kind != "cuda":
