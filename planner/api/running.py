@@ -199,6 +199,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         where_divided=not options.tensor,
         precision=_precision(options, device),
         stack=_stack(options, device, file),
+        experts=_expert_degrees(options, servers),
     )
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
@@ -347,6 +348,17 @@ def _degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[i
     return [degree for degree in TENSOR if size % degree == 0]
 
 
+def _expert_degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[int]:
+    """Return the numbers of ranks that may divide experts: those inside a server, and of whole
+    servers those that are a power of two.
+    """
+    if options.bits is not None or options.tensor or isinstance(servers, MixedServers):
+        return ()
+    per_server = servers.per_server
+    across = [per_server * times for times in (2, 4) if servers.gpus % (per_server * times) == 0]
+    return [*(degree for degree in TENSOR if per_server % degree == 0), *across]
+
+
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
@@ -378,7 +390,7 @@ def _fit_request(
         estimate,
         estimator.divided,
         _sizes(options, first, minibatch, servers.gpus),
-        max(how.tensor, default=1),
+        max((*how.tensor, *how.experts), default=1),
         known={first.microbatch_size or 1: first},
     )
     return FitRequest(

@@ -251,7 +251,7 @@ def fit(args: argparse.Namespace) -> int:
     steps = NEXT.format(folder=answer.folder, files=files)
     plan = answer.asked.plan
     # the executor has no frozen weights of few bits, nor products in 8
-    if plan.base_bits is None and plan.products is None:
+    if plan.base_bits is None and plan.products is None and not plan.experts_across:
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
     output.print_progress("\n" + steps)
     return 0

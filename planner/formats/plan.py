@@ -65,6 +65,7 @@ class Plan(Shown, GrownRecord):
         "base_bits",
         "estimated_faster",
         "products",
+        "experts_across",
         "stack",
     }
 
@@ -101,6 +102,8 @@ class Plan(Shown, GrownRecord):
     experts: Annotated[int, Field(ge=2, le=MOST_PARTS)] | None = None
     # whether those ranks have a part of a microbatch's samples each, and divide experts alone
     by_samples: bool = False
+    # whether they divide experts as the executor does not, across servers
+    experts_across: bool = False
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it

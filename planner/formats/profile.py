@@ -182,6 +182,9 @@ class DegreeCosts(_Times):
     # each has a part of a microbatch's samples, and they divide experts alone
     by_samples: Literal[True] | None = None
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
+    # Gradients that all ranks have alike, and sum once per update, in estimates of experts that
+    # ranks divide as no executor here does; None where they are summed in each backward.
+    alike_bytes: tuple[Bytes, ...] | None = None
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
 

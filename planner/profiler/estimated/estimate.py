@@ -36,6 +36,7 @@ from planner.profiler.estimated.devices import (
 )
 from planner.profiler.estimated.eight_bits import EightBitProducts, eight_bit_products
 from planner.profiler.estimated.execution import Execution, Fusion, compiler
+from planner.profiler.estimated.experts import expert_costs, fewest_experts
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.stacks import Stack
 from planner.profiler.estimated.trace import StepTrace, trace_step
@@ -112,6 +113,9 @@ class EstimateOptions:
             is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
         precision: of the products of linear layers, where it is of 8 bits.
+        experts: numbers of ranks that may divide experts across servers
+            (`planner.profiler.estimated.experts`), where the model has some and the ranks of
+            `tensor` cannot.
         stack: what runs the operators, in place of `fusion` and of the device's host; None for
             those.
         where_divided: leave out those that cannot divide the model's layers, which are refused
@@ -128,6 +132,7 @@ class EstimateOptions:
     where_divided: bool = False
     precision: EightBits | None = None
     stack: Stack | None = None
+    experts: Sequence[int] = ()
 
 
 def estimate_profile(
@@ -205,12 +210,32 @@ class Estimator:
             for own, spec in zip(costs, self._specs, strict=True):
                 of_part = profile_of_trace(part, spec)
                 own.append(degree_costs(of_part, part.division, part.weights, part.counts))
+        for own, more in zip(costs, self._experts(batch_size), strict=True):
+            # what ranks divide as the executor does, where that is experts
+            known = {each.degree: each for each in (*own, *more)}
+            known |= {each.degree: each for each in own if each.by_samples}
+            own[:] = [known[degree] for degree in sorted(known)]
         if not costs[0]:
             return profile
         kinds = profile.kinds and tuple(
             replace(kind, tensor=tuple(own)) for kind, own in zip(profile.kinds, costs, strict=True)
         )
         return replace(profile, tensor=tuple(costs[0]), kinds=kinds)
+
+    def _experts(self, batch_size: int) -> list[list[DegreeCosts]]:
+        """Return for each device what ranks do that divide experts, and have a part of the samples
+        each.
+        """
+        costs: list[list[DegreeCosts]] = [[] for _ in self._specs]
+        if self._first is None or not fewest_experts(self._first.experts):
+            return costs
+        for degree in self._options.experts:
+            if batch_size % degree or fewest_experts(self._first.experts) % degree:
+                continue
+            rank = self._trace(batch_size // degree)
+            for own, spec in zip(costs, self._specs, strict=True):
+                own.append(expert_costs(profile_of_trace(rank, spec), degree, rank.experts))
+        return costs
 
     def _trace(
         self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None

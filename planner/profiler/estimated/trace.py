@@ -40,6 +40,13 @@ from planner.profiler.estimated.execution import (
     Execution,
     cuda_operations,
 )
+from planner.profiler.estimated.experts import (
+    ExpertLayer,
+    ExpertShare,
+    expert_operations,
+    shares_of_experts,
+    summed_layers,
+)
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.step_as_run import RecordedStep, Span, as_run, mask_of
@@ -88,6 +95,7 @@ class StepTrace:
     with_data: bool = False  # because its sizes depend on values
     products: EightBits | None = None  # of linear layers, where they are in 8 bits
     stack: StackName | None = None  # that ran it
+    experts: Sequence[ExpertShare] = ()  # of each layer
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -233,6 +241,29 @@ def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
         for layer in chain.layers
     )
     return replace(graph, model=model, blocks=replace(chain, layers=layers))
+
+
+def _experts(
+    recorder: OperationRecorder,
+    marks: LayerMarks[int],
+    weights: Sequence[Mapping[str, nn.Parameter]],
+) -> list[ExpertShare]:
+    """Return what experts have of each layer: of its weights those that have one part for each."""
+    own: list[list[ExpertLayer]] = [[] for _ in weights]
+    spans = [
+        (layer, recorder.until[start], recorder.until[end])
+        for layer, in_backward, start, end in marks.spans()
+        if not in_backward
+    ]
+    backward = recorder.until[marks.backward_start]
+    for number, found in expert_operations(recorder.operations, backward):
+        layer = next(layer for layer, start, end in spans if start <= number < end)
+        own[layer].append(found)
+
+    layers = [summed_layers(each) for each in own]
+    experts = max((each.experts for each in layers), default=0)
+    shares = shares_of_experts(weights, experts)
+    return [ExpertShare(*each) for each in zip(layers, shares, strict=True)]
 
 
 def _recorded(
@@ -420,4 +451,5 @@ class _Tracer:
             tokens_per_sample=batch.tokens_per_sample,
             products=self.execution.products,
             stack=self.execution.stack,
+            experts=_for_all(_experts(recorder, marks, weights), stands),
         )
