@@ -20,7 +20,7 @@ Engine 2 has no such products for the others.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -53,7 +53,8 @@ class EightBitRates:
 
     def at_clock(self, share: float) -> "EightBitRates":
         """Return the rates at a share of the boost clock."""
-        return replace(self, peak_flops_per_s=share * self.peak_flops_per_s)
+        peak = share * self.peak_flops_per_s
+        return EightBitRates(peak, self.share, self.formats, any_layout=self.any_layout)
 
 
 def _read() -> dict[str, EightBitRates]:
