@@ -116,7 +116,7 @@ def _predict(recipe: Recipe, spec: DeviceSpec) -> Prediction:
     gpt, gpus, tensor = recipe.gpt, recipe.gpus, recipe.tensor
     degrees = sorted({1, tensor})
     ranks = [
-        _of_tokens(
+        of_tokens(
             parts_of(replace(gpt, tensor=t), recipe.samples, half_precision(), spec, "bfloat16"),
             recipe.context,
         )
@@ -150,7 +150,7 @@ def blocks_of(layers: int, stages: int) -> Sequence[int]:
     return [each - 1, *[each] * (stages - 2), each - 1]
 
 
-def _of_tokens(parts: Parts, ranks: int) -> Parts:
+def of_tokens(parts: Parts, ranks: int) -> Parts:
     """Return what one of several ranks does that divide the tokens of a sample; weights are whole
     on each.
     """

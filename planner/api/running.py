@@ -26,10 +26,12 @@ from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
+from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit, TrainingRun
 from planner.formats.late import LateFailure, log_failures, noting
+from planner.formats.names import EightBits
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
@@ -54,7 +56,9 @@ from planner.profiler.estimated.devices import (
     check_kind,
     device_spec,
     parse_dtype,
+    parse_precision,
     usual_dtype,
+    with_eight_bits,
 )
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
@@ -64,6 +68,7 @@ from planner.profiler.estimated.estimate import (
 )
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.quantized import BITS, with_quantized_base
+from planner.profiler.estimated.stacks import COMPILED, Stack, find_stack
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
@@ -121,6 +126,11 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
+    if asked.compiled and asked.stack is not None:
+        raise InputError(
+            f"`compiled` and `stack={asked.stack}` both say what is fused",
+            hint="leave out one of them",
+        )
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
@@ -131,6 +141,8 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
         master_weights=asked.master_weights,
         host=asked.host,
         tensor=asked.tensor,
+        precision=parse_precision(asked.precision) if asked.precision else None,
+        stack=find_stack(asked.stack) if asked.stack else None,
     )
     return estimate_profile(spec, asked.batch_size, options)
 
@@ -185,6 +197,9 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         master_weights=not options.autocast and dtype in HALVES,
         tensor=degrees,
         where_divided=not options.tensor,
+        precision=_precision(options, device),
+        stack=_stack(options, device, file),
+        experts=_expert_degrees(options, servers),
     )
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
@@ -192,9 +207,24 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     asked = replace(request.with_clock(searching), only_asked=trained is not None)
     answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
+    answer = _as_trained(answer, how.stack)
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
+
+
+def _as_trained(answer: Fit, stack: Stack | None) -> Fit:
+    """Return the answer with stages that `train` compiles where the stack does and the plan allows
+    it, and with a note on what it does not run as the stack does.
+    """
+    plan = answer.asked.plan
+    if stack is None or plan is None or not stack.fuses_anything:
+        return answer
+    compiled = not plan.divides_layers and not plan.stages[0].shards_gradients
+    if compiled:
+        plan = replace(plan, compiled=True)
+    plan = plan.noting(stack.untrained_words(compiled=compiled))
+    return replace(answer, asked=replace(answer.asked, plan=plan))
 
 
 def _clock_of(options: FitOptions) -> Clock:
@@ -235,6 +265,41 @@ def _check_bits(options: FitOptions) -> None:
             f"`bits={options.bits}` is not estimated for several kinds of GPUs",
             hint="ask about one kind, or leave out `bits`",
         )
+
+
+def _precision(
+    options: FitOptions, device: DeviceSpec | Mapping[str, DeviceSpec]
+) -> EightBits | None:
+    """Return the format of products in 8 bits; raise InputError where a GPU has none, or weights
+    are not in half precision with masters.
+    """
+    if options.precision is None:
+        return None
+    precision = parse_precision(options.precision)
+    for spec in device.values() if isinstance(device, Mapping) else [device]:
+        with_eight_bits(spec, precision)
+    if options.autocast or options.bits is not None:
+        other = "autocast" if options.autocast else "bits"
+        raise InputError(
+            f"`precision={precision}` is for weights in half precision with masters, and `{other}` "
+            f"keeps others",
+            hint=f"leave out `{other}`, or `precision`",
+        )
+    return precision
+
+
+def _stack(
+    options: FitOptions, device: DeviceSpec | Mapping[str, DeviceSpec], file: "_ModelFile"
+) -> Stack | None:
+    """Return what runs the operators: people compile transformers, and a model file is traced as it
+    is.
+    """
+    if options.stack is not None:
+        return find_stack(options.stack)
+    specs = device.values() if isinstance(device, Mapping) else [device]
+    if file.named and all(spec.kind == "cuda" for spec in specs):
+        return COMPILED
+    return None
 
 
 def _check_price(options: FitOptions) -> None:
@@ -283,6 +348,17 @@ def _degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[i
     return [degree for degree in TENSOR if size % degree == 0]
 
 
+def _expert_degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[int]:
+    """Return the numbers of ranks that may divide experts: those inside a server, and of whole
+    servers those that are a power of two.
+    """
+    if options.bits is not None or options.tensor or isinstance(servers, MixedServers):
+        return ()
+    per_server = servers.per_server
+    across = [per_server * times for times in (2, 4) if servers.gpus % (per_server * times) == 0]
+    return [*(degree for degree in TENSOR if per_server % degree == 0), *across]
+
+
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
@@ -314,18 +390,34 @@ def _fit_request(
         estimate,
         estimator.divided,
         _sizes(options, first, minibatch, servers.gpus),
-        max(how.tensor, default=1),
+        max((*how.tensor, *how.experts), default=1),
         known={first.microbatch_size or 1: first},
     )
     return FitRequest(
         profiles,
         servers.gpus,
-        partial(servers.cluster_of, memory=memory),
+        partial(
+            _cluster_of,
+            servers,
+            memory,
+            sequence_parallel=how.stack is not None and how.stack.sequence_parallel,
+        ),
         options.with_minibatch(minibatch),
         clock,
         run=_run_of(options, first),
         alone=servers.each_alone(memory) if isinstance(servers, MixedServers) else (),
     )
+
+
+def _cluster_of(
+    servers: Servers | MixedServers,
+    memory: int | str | None,
+    gpus: int,
+    *,
+    sequence_parallel: bool,
+) -> Cluster:
+    cluster = servers.cluster_of(gpus, memory=memory)
+    return replace(cluster, sequence_parallel=sequence_parallel)
 
 
 def _run_of(options: FitOptions, profile: Profile) -> TrainingRun | None:
@@ -356,6 +448,7 @@ class _ModelFile:
     path: Path
     folder: Path
     tokens: int | None = None
+    named: bool = False  # whether the model was given by its name
 
 
 def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
@@ -379,7 +472,7 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
     named = find_model(str(model))
     tokens = named.tokens(options.length)
     folder = place or Path(_folder_name(named.name, options))
-    return _ModelFile(named.write(folder, tokens, options.lora), folder, tokens)
+    return _ModelFile(named.write(folder, tokens, options.lora), folder, tokens, named=True)
 
 
 def _folder_name(model: str, options: FitOptions) -> str:

@@ -43,7 +43,7 @@ torchrun:
         -m planner profile --links
 """
 
-_ONLY_ESTIMATES = ("device_file", "host")
+_ONLY_ESTIMATES = ("device_file", "host", "precision", "stack")
 
 
 def add_parser(verbs: Verbs) -> None:

@@ -95,6 +95,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
     )
+    arguments.add_options(parser, FitOptions, "precision", "stack")
     arguments.add_options(parser, FitOptions, "train_tokens", "dollars_per_gpu_hour")
     whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
     arguments.add_options(
@@ -248,7 +249,9 @@ def fit(args: argparse.Namespace) -> int:
     model = answer.model_file  # of another folder, with the way from here to there
     files = "" if Path(model).name != model else f"{model}, "
     steps = NEXT.format(folder=answer.folder, files=files)
-    if answer.asked.plan.base_bits is None:  # the executor has no frozen weights of few bits
+    plan = answer.asked.plan
+    # the executor has no frozen weights of few bits, nor products in 8
+    if plan.base_bits is None and plan.products is None and not plan.experts_across:
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
     output.print_progress("\n" + steps)
     return 0

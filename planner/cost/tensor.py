@@ -41,12 +41,28 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
 
 
 def profile_at(
-    profile: Profile, degree: int, link: Link, *, sequence_parallel: bool = False
+    profile: Profile,
+    degree: int,
+    link: Link,
+    *,
+    sequence_parallel: bool = False,
+    exchange: Link | None = None,
 ) -> Profile:
     """Return the profile of the layers on a group of so many ranks, which all-reduces over this
     link.
+
+    Args:
+        profile: with the costs of the degree.
+        degree: ranks.
+        link: of their all-reduces.
+        sequence_parallel: each has a part of the tokens between divided products.
+        exchange: the link of their all-to-alls, where they divide experts across servers; None for
+            that of all-reduces.
     """
     costs = costs_at(profile, degree)
+    if costs.alike_bytes is not None:
+        costs = _with_alike_summed(costs, costs.alike_bytes, link)
+        link = exchange or link
     if sequence_parallel and not costs.by_samples:
         costs = by_tokens(profile, costs)
 
@@ -71,6 +87,14 @@ def profile_at(
             for layer in layers
         ]
     return replace(profile, layers=tuple(layers), tensor=None)
+
+
+def _with_alike_summed(costs: DegreeCosts, alike_bytes: Sequence[int], link: Link) -> DegreeCosts:
+    """Return the costs with the sum, once per update, of the gradients that all ranks have
+    alike.
+    """
+    summed_s = ring_all_reduce_s(np.array(alike_bytes, dtype=np.float64), costs.degree, link)
+    return replace(costs, update_s=tuple((np.array(costs.update_s) + summed_s).tolist()))
 
 
 def _of_one_rank(value: Value, degree: int) -> Value:
@@ -173,7 +197,13 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
 
         link = topology.group_link(degree, _first_rank(cluster, kind))
         costs = costs_at(each, degree)
-        divided = profile_at(each, degree, link, sequence_parallel=cluster.sequence_parallel)
+        divided = profile_at(
+            each,
+            degree,
+            link,
+            sequence_parallel=cluster.sequence_parallel,
+            exchange=topology.exchange_link(degree, _first_rank(cluster, kind)),
+        )
         # Inside servers that slower links join, messages between servers leave most of the links to
         # the groups.
         if each.lengths is not None or len(topology) > 1 or degree >= topology.gpus:

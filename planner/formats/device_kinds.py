@@ -28,6 +28,8 @@ _OF_PROFILES = (
     "autocast",
     "master_weights",
     "base_bits",
+    "products",
+    "stack",
     "memory_format",
     "deterministic",
     "microbatch_size",

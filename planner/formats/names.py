@@ -7,7 +7,7 @@ help reads it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 # a kind as PyTorch calls it: "cpu", "cuda" (ROCm, too), "xpu"; `planner.runtime` knows them
 DeviceType = str
@@ -56,3 +56,7 @@ CODECS: dict[CodecName, Codec] = {
         ),
     )
 }
+
+EightBits = Literal["fp8", "mxfp8"]  # formats of products of linear layers
+StackName = Literal["eager", "compiled", "megatron"]  # what runs a model's operators in estimates
+STACKS: tuple[StackName, ...] = get_args(StackName)

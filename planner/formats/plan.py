@@ -13,6 +13,7 @@ from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, replace, save_record
+from planner.formats.names import EightBits, StackName
 from planner.formats.plan_parts import (
     OtherWay,
     PlannedLengths,
@@ -63,6 +64,9 @@ class Plan(Shown, GrownRecord):
         "slow_links",
         "base_bits",
         "estimated_faster",
+        "products",
+        "experts_across",
+        "stack",
     }
 
     schema_version: Literal[1] = 1
@@ -74,6 +78,8 @@ class Plan(Shown, GrownRecord):
     # of the weights, which have copies in float32 that the optimizer steps
     master_weights: Autocast | None = None
     base_bits: Literal[4] | None = None  # of each frozen weight beside adapters, as in the profile
+    products: EightBits | None = None  # of linear layers, as in the profile
+    stack: StackName | None = None  # whose kernels were estimated
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32
@@ -96,6 +102,8 @@ class Plan(Shown, GrownRecord):
     experts: Annotated[int, Field(ge=2, le=MOST_PARTS)] | None = None
     # whether those ranks have a part of a microbatch's samples each, and divide experts alone
     by_samples: bool = False
+    # whether they divide experts as the executor does not, across servers
+    experts_across: bool = False
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, replace, save_record
+from planner.formats.names import EightBits, StackName
 from planner.formats.quantities import (
     MOST_GPUS,
     Bytes,
@@ -181,6 +182,9 @@ class DegreeCosts(_Times):
     # each has a part of a microbatch's samples, and they divide experts alone
     by_samples: Literal[True] | None = None
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
+    # Gradients that all ranks have alike, and sum once per update, in estimates of experts that
+    # ranks divide as no executor here does; None where they are summed in each backward.
+    alike_bytes: tuple[Bytes, ...] | None = None
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
 
@@ -389,7 +393,7 @@ class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"lengths", "capture_checked", "uncut", "base_bits"}
+        {"lengths", "capture_checked", "uncut", "base_bits", "products", "stack"}
     )
 
     schema_version: Literal[1] = 1
@@ -403,6 +407,9 @@ class Profile(Shown, GrownRecord):
     # Of each frozen weight beside adapters, in estimates alone; None where they are whole numbers
     # of bytes.
     base_bits: Literal[4] | None = None
+    # of linear layers, in estimates alone; None where they are in the type of the weights
+    products: EightBits | None = None
+    stack: StackName | None = None  # whose kernels were estimated
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     # measured with deterministic algorithms, and to be trained so

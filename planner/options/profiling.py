@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from planner.formats.names import STACKS, StackName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 
@@ -107,6 +108,23 @@ class EstimateArguments(ModelOptions):
         None,
         "estimate for the device that this JSON file describes",
         "FILE",
+        advanced=True,
+    )
+    precision: str | None = option(
+        None,
+        "products of linear layers in 8 bits: fp8, or on B200, GB200 and B300 mxfp8; all else as "
+        "`dtype` and `master_weights` say. `plan train` does not run it",
+        "FORMAT",
+        told="that of `dtype`",
+        advanced=True,
+    )
+    stack: StackName | None = option(
+        None,
+        "what runs the operators: eager (PyTorch one by one), compiled (torch.compile, one kernel "
+        "for any attention, cross entropy in chunks) or megatron (Transformer Engine's kernels, "
+        "sequence parallelism); `plan train` says what it does not run so",
+        told="eager",
+        choices=STACKS,
         advanced=True,
     )
     host: str | None = option(

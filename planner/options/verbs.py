@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS
-from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
+from planner.formats.names import PLANNED, Backend, CodecName, DeviceType, StackName
 from planner.options.cluster import ClusterOptions, Quantities
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
 from planner.options.numbers import microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
+from planner.options.profiling import EstimateArguments
 from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.options.training import TrainArguments
 from planner.schedule.one_stage import FLUSH
@@ -186,6 +187,12 @@ class FitOptions(SolveOptions):
         False,
         "keep weights in float32, with products in `dtype` under autocast",
         advanced=True,
+    )
+    precision: str | None = same(EstimateArguments, "precision")
+    stack: StackName | None = same(
+        EstimateArguments,
+        "stack",
+        told="compiled for a model of transformers, eager for a model file",
     )
     tensor: Sequence[int] = same(
         SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide"

@@ -88,15 +88,24 @@ def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
 
 def usual_degrees(profile: Profile, cluster: Cluster) -> tuple[int, ...]:
     """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a
-    server.
+    server, and across whole servers those that divide nothing but experts.
     """
     size = cluster.joined[0].size if cluster.joined else 1
+    whole = size
     known = {costs.degree for costs in profile.tensor or ()}
     for kind in cluster.kinds:
         size = math.gcd(size, kind.count if kind.speed == 1 else 1)
     for times in profile.kinds or ():
         known &= {costs.degree for costs in times.tensor or ()}
-    return 1, *(degree for degree in sorted(known) if size % degree == 0)
+    across = {
+        costs.degree
+        for costs in profile.tensor or ()
+        if costs.alike_bytes is not None
+        and not cluster.kinds
+        and costs.degree % whole == 0
+        and cluster.gpus % costs.degree == 0
+    }
+    return 1, *(degree for degree in sorted(known) if size % degree == 0 or degree in across)
 
 
 def groups_of(cluster: Cluster, degree: int) -> Cluster:

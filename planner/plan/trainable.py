@@ -40,7 +40,23 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
 
 
 def check_base(plan: Plan) -> None:
-    """Raise PlanError for a plan with a frozen base in fewer bits than the executor's."""
+    """Raise PlanError for a plan with weights or products in fewer bits than the executor's, or
+    with experts across servers.
+    """
+    if plan.experts_across:
+        raise PlanError(
+            f"the plan's ranks divide experts in groups of {plan.ranks_per_replica}, sum the other "
+            f"gradients once per update and divide their optimizer's state: planned and priced, "
+            f"not trained by this package yet",
+            hint="make a plan with `tensor=1`; or train with Megatron, which has such groups",
+        )
+    if plan.products is not None:
+        raise PlanError(
+            f"the plan is for products in {plan.products}, and the executor computes them in "
+            f"{plan.master_weights or 'single precision'}, which takes longer",
+            hint="make a plan without `precision`; or train with Megatron and Transformer Engine, "
+            "where the plan says how fast that may be and what fits",
+        )
     if plan.base_bits is not None:
         raise PlanError(
             f"the plan is for a frozen base in {plan.base_bits} bits, and the executor has it in "

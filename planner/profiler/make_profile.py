@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from planner.formats.names import FLOAT_BYTES
+from planner.formats.names import FLOAT_BYTES, EightBits, StackName
 from planner.formats.profile import (
     TF32,
     Compiled,
@@ -71,6 +71,8 @@ class ModelFacts:
     tf32: bool = False  # products are in TF32, whatever the weights are in
     disturbance: Disturbance | None = None
     sizes: Literal["example"] | None = None
+    products: EightBits | None = None
+    stack: StackName | None = None
 
 
 def make_profile(
@@ -108,6 +110,8 @@ def make_profile(
         capture_checked=facts.capture_checked,
         tokens_per_sample=facts.tokens_per_sample,
         tensor=facts.tensor,
+        products=facts.products,
+        stack=facts.stack,
         layers=tuple(_layers(graph, extent, measured.layers, update_share)),
         uncut=tuple(_uncut(graph)),
         edges=tuple(

@@ -73,6 +73,8 @@ def assemble(
         autocast=profile.autocast,
         master_weights=profile.master_weights,
         base_bits=profile.base_bits,
+        products=profile.products,
+        stack=profile.stack,
         memory_format=profile.memory_format,
         compiled=profile.compiled is not None,
         tf32=profile.tf32,
@@ -88,6 +90,7 @@ def assemble(
         stages=tuple(_stages(problem, best)),
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
         by_samples=any(costs.by_samples for costs in used),
+        experts_across=any(costs.alike_bytes is not None for costs in used),
         # of each rank of a group
         transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),
         shared=shared_between(layer_costs, stages),

@@ -186,6 +186,33 @@ class Topology:
         ranks = range(first, first + degree)
         return self.measured_link(ranks, "sum") or self.stage_link(ranks)
 
+    def exchange_link(self, degree: int, first: int = 0) -> Link:
+        """Return the link of so many ranks, from the first one, that exchange parts with each
+        other, all with all, at the rate of a ring that would take as long.
+
+        Of r ranks in groups of p on a level each sends (r-p)/r of its bytes out of its group, over
+        a link that the group shares, or over its own; the slowest level counts:
+
+            t = bytes · max over levels of  (q - p)/r / (rate / sharing)
+
+        where q ranks are in a group of the next level.
+        """
+        ranks = range(first, first + degree)
+        link = self.group_link(degree, first)
+        span = self.span(ranks)
+        if span == 0:
+            return link
+        slowest = 0.0
+        inner = 1
+        for number in range(span + 1):
+            outer = min(int(self.groups[number]), degree)
+            level = self._levels[number]
+            sharing = inner if level.shared and number > 0 else 1
+            rate = level.bandwidth_bytes_per_s * float(np.min(self.shared_ratio(number, ranks)))
+            slowest = max(slowest, (outer - inner) / degree * sharing / rate)
+            inner = outer
+        return replace(link, all_reduce_bandwidth_bytes_per_s=(degree - 1) / degree / slowest)
+
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
         """Return the link of what ranks do together between computations, where it was measured on
         all their levels.

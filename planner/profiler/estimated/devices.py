@@ -33,10 +33,13 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from planner.errors import InputError, UnitError, did_you_mean
+from planner.formats.names import EightBits
+from planner.profiler.estimated.eight_bit_gpus import EIGHT_BITS, RATES, EightBitRates
 from planner.units import parse_seconds
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
 DTYPES: tuple[DType, ...] = get_args(DType)
+Precision = DType | EightBits  # of an operation
 _ALIASES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # Classes that compute have an achieved share of the arithmetic, and one of the bandwidth.
@@ -75,6 +78,7 @@ class DeviceSpec:
             name.
         like: the device, for people, whose shares it has in place of those that nobody measured on
             it; None where its own were.
+        eight_bits: rates of products in 8 bits; None where it has none that are known.
     """
 
     name: str
@@ -89,6 +93,7 @@ class DeviceSpec:
     processors: int | None = None
     reported: str | None = None
     like: str | None = None
+    eight_bits: EightBitRates | None = None
 
     def at_clock(self, share: float) -> "DeviceSpec":
         """Return the device with its processors at this share of their boost clock; the memory
@@ -97,12 +102,16 @@ class DeviceSpec:
         return replace(
             self,
             peak_flops_per_s={name: share * peak for name, peak in self.peak_flops_per_s.items()},
+            eight_bits=self.eight_bits and self.eight_bits.at_clock(share),
         )
 
-    def peak(self, dtype: DType) -> float:
+    def peak(self, dtype: Precision) -> float:
         """Return the arithmetic operations per second; TF32 is single precision where a device has
         no TF32.
         """
+        if dtype == "fp8" or dtype == "mxfp8":
+            assert self.eight_bits is not None, "GPUs without are refused"
+            return self.eight_bits.peak_flops_per_s
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
@@ -194,6 +203,7 @@ def _gpus(table: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceSpec]:
     """
     found = {}
     for name, row in table.items():
+        row = {**row, "eight_bits": RATES.get(name)}
         nearest = row.get("like")
         if nearest is None:
             found[name] = _gpu(**row)
@@ -282,6 +292,43 @@ def supporting(spec: DeviceSpec, dtype: DType, label: str) -> DeviceSpec:
         known = ", ".join(spec.peak_flops_per_s)
         raise InputError(f"{label} has no {dtype} arithmetic", hint=f"give `dtype` one of {known}")
     return spec
+
+
+def with_eight_bits(spec: DeviceSpec, precision: EightBits) -> DeviceSpec:
+    """Return the device; raise InputError where it has no products of that format."""
+    rates = spec.eight_bits
+    if rates is not None and precision in rates.formats:
+        return spec
+    having = [name for name, own in RATES.items() if precision in own.formats and name in DEVICES]
+    known = f"GPUs with it are {', '.join(having)}"
+    if rates is not None:
+        known = f"give `precision={rates.formats[0]}`; {known}"
+    raise InputError(
+        f"{spec.name} has no products in {precision}",
+        hint=f"leave out `precision` for {usual_half(spec)}; {known}",
+    )
+
+
+def usual_half(spec: DeviceSpec) -> str:
+    """Return the type of 16 bits that people train in on a device, or single precision."""
+    halves = ("bfloat16", "float16")
+    return next((name for name in halves if name in spec.peak_flops_per_s), "float32")
+
+
+def parse_precision(text: str) -> EightBits:
+    """Return the format of products in 8 bits of that name.
+
+    Raises:
+        InputError: for any other word.
+    """
+    for precision in EIGHT_BITS:
+        if precision == text.lower():
+            return precision
+    raise InputError(
+        f"'{text}' is no format of products in 8 bits",
+        hint=f"{did_you_mean(text, EIGHT_BITS)}give one of {', '.join(EIGHT_BITS)}; types of 16 "
+        f"bits and more are given as `dtype`",
+    )
 
 
 def parse_dtype(text: str) -> DType:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from planner.errors import InputError, LayerError, PlanError
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.files import Record, load_record, replace
+from planner.formats.names import EightBits
 from planner.formats.profile import (
     TF32,
     Compiled,
@@ -31,9 +32,13 @@ from planner.profiler.estimated.devices import (
     device_spec,
     launch_of,
     supporting,
+    with_eight_bits,
 )
+from planner.profiler.estimated.eight_bits import EightBitProducts, eight_bit_products
 from planner.profiler.estimated.execution import Execution, Fusion, compiler
+from planner.profiler.estimated.experts import expert_costs, fewest_experts
 from planner.profiler.estimated.roofline import Costs
+from planner.profiler.estimated.stacks import Stack
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.make_profile import ModelFacts, make_profile
@@ -107,6 +112,12 @@ class EstimateOptions:
             for "compiled" where the compiler fuses, and for what the device says otherwise, which
             is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
+        precision: of the products of linear layers, where it is of 8 bits.
+        experts: numbers of ranks that may divide experts across servers
+            (`planner.profiler.estimated.experts`), where the model has some and the ranks of
+            `tensor` cannot.
+        stack: what runs the operators, in place of `fusion` and of the device's host; None for
+            those.
         where_divided: leave out those that cannot divide the model's layers, which are refused
             otherwise.
     """
@@ -119,6 +130,9 @@ class EstimateOptions:
     host: str | None = None
     tensor: Sequence[int] = ()
     where_divided: bool = False
+    precision: EightBits | None = None
+    stack: Stack | None = None
+    experts: Sequence[int] = ()
 
 
 def estimate_profile(
@@ -154,6 +168,11 @@ class Estimator:
         else:
             specs = [given if isinstance(given, DeviceSpec) else device_spec(given, options.dtype)]
         self._specs = [_with_host(spec, options) for spec in specs]
+        self._eight_bits: EightBitProducts | None = None
+        if options.precision is not None:
+            for spec in self._specs:
+                with_eight_bits(spec, options.precision)
+            self._eight_bits = eight_bit_products(options.precision, self._specs)
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
 
@@ -191,6 +210,11 @@ class Estimator:
             for own, spec in zip(costs, self._specs, strict=True):
                 of_part = profile_of_trace(part, spec)
                 own.append(degree_costs(of_part, part.division, part.weights, part.counts))
+        for own, more in zip(costs, self._experts(batch_size), strict=True):
+            # what ranks divide as the executor does, where that is experts
+            known = {each.degree: each for each in (*own, *more)}
+            known |= {each.degree: each for each in own if each.by_samples}
+            own[:] = [known[degree] for degree in sorted(known)]
         if not costs[0]:
             return profile
         kinds = profile.kinds and tuple(
@@ -198,18 +222,42 @@ class Estimator:
         )
         return replace(profile, tensor=tuple(costs[0]), kinds=kinds)
 
+    def _experts(self, batch_size: int) -> list[list[DegreeCosts]]:
+        """Return for each device what ranks do that divide experts, and have a part of the samples
+        each.
+        """
+        costs: list[list[DegreeCosts]] = [[] for _ in self._specs]
+        if self._first is None or not fewest_experts(self._first.experts):
+            return costs
+        for degree in self._options.experts:
+            if batch_size % degree or fewest_experts(self._first.experts) % degree:
+                continue
+            rank = self._trace(batch_size // degree)
+            for own, spec in zip(costs, self._specs, strict=True):
+                own.append(expert_costs(profile_of_trace(rank, spec), degree, rank.experts))
+        return costs
+
     def _trace(
         self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None
     ) -> StepTrace:
         asked = self._options
-        execution = Execution(self._specs[0].kind, asked.fusion, asked.master_weights)
+        execution = Execution(
+            self._specs[0].kind,
+            asked.fusion,
+            asked.master_weights,
+            eight_bits=self._eight_bits,
+        )
+        if asked.stack is not None and execution.kind == "cuda":
+            execution = asked.stack.running(execution)
         how = (asked.dtype, asked.memory_format, execution, degree)
         return trace_step(self._training_spec, batch_size, *how, like=self._first, lengths=lengths)
 
 
 def _with_host(device: DeviceSpec, options: EstimateOptions) -> DeviceSpec:
-    """Return the device with the host that launches its kernels."""
+    """Return the device with the host that launches its kernels, and with those of a stack."""
     _check_kind(device, options)
+    if options.stack is not None:
+        device = options.stack.on(device)
     host = options.host or ("compiled" if options.fusion is compiler else None)
     if host is None or device.kind == "cpu":
         return device
@@ -217,7 +265,12 @@ def _with_host(device: DeviceSpec, options: EstimateOptions) -> DeviceSpec:
 
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
-    of_gpus = {"compiled": options.fusion, "host": options.host}
+    of_gpus = {
+        "compiled": options.fusion,
+        "host": options.host,
+        "precision": options.precision,
+        "stack": options.stack is not None and options.stack.fuses_anything,
+    }
     for name, given in of_gpus.items():
         if given and device.kind == "cpu":
             raise InputError(
@@ -231,12 +284,13 @@ def profile_of_trace(
 ) -> Profile:
     """Return the profile of a traced step on such a device."""
     threads = 1 if spec.kind == "cpu" else None
+    products = trace.products
     device = Device(
         kind=spec.kind,
         name=spec.name,
         threads=threads,
         memory_bytes=spec.memory_bytes,
-        peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
+        peak_flops_per_s=spec.peak(products or trace.dtype) if spec.kind == "cuda" else None,
         shares_of=spec.like,
     )
     measurement = trace.estimate(spec)
@@ -247,6 +301,8 @@ def profile_of_trace(
         tokens_per_sample=trace.tokens_per_sample,
         tf32=trace.dtype == TF32,
         sizes="example" if trace.with_data else None,
+        products=products,
+        stack=trace.stack,
     )
     return make_profile(trace.model, trace.graph, trace.extent, measurement, device, facts)
 

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from planner.formats.files import replace
+from planner.formats.names import EightBits, StackName
 from planner.model.capture.cuda_autocast import Replacement, aten_operation, replaced_kernels
 from planner.model.torch_private import tree_map
 from planner.profiler.estimated.devices import OpClass
+from planner.profiler.estimated.eight_bits import EightBitProducts
 from planner.profiler.estimated.operations import Operation
 
 _CHAINED: frozenset[OpClass] = frozenset({"pointwise", "special", "random", "norm"})
@@ -82,6 +84,25 @@ class Execution:
     master_weights: bool = False
     # then gradients are in half precision, too, as in Apex and older Megatron
     sums_in_half: bool = False
+    # Written-out attention is one kernel, fused kernels keep what they read, and logits exist in so
+    # many parts (`stacks.py`).
+    stack: StackName | None = None
+    fuses_attention: bool = False
+    keeps_inputs: bool = False
+    loss_chunks: int = 1
+    eight_bits: EightBitProducts | None = None  # of linear layers, beside master weights
+
+    @property
+    def is_compiled_alone(self) -> bool:
+        """Whether a compiler fuses, and no stack says more than that."""
+        return self.fusion is compiler and self.stack is None
+
+    @property
+    def products(self) -> EightBits | None:
+        """The format of products of linear layers, where it is of 8 bits."""
+        if self.eight_bits is None:
+            return None
+        return self.eight_bits.precision
 
 
 EAGER_CPU = Execution()
@@ -99,7 +120,7 @@ def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None)
         return result
     flow = Flow(operations, backward)
     kernels: dict[int, list[int]] = {}
-    for number, first in enumerate(_first_of_kernel(flow, fusion(flow))):
+    for number, first in enumerate(first_of_kernel(flow, fusion(flow))):
         kernels.setdefault(first, []).append(number)
     for members in kernels.values():
         if len(members) > 1:
@@ -107,7 +128,7 @@ def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None)
     return result
 
 
-def _first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
+def first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
     """Return for each operation the number of the first one of its kernel."""
     first = list(range(len(flow.operations)))
     for number, kernel in enumerate(kernels):

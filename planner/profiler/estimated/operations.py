@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.model.torch_private import OpOverload, TorchDispatchMode, tree_leaves
-from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
+from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass, Precision
 from planner.profiler.step.allocation import Allocations, address_of
 from planner.profiler.step.counters import COLLECTIVES, GROUPED, Counter, Totals, model_flops
 
@@ -22,7 +22,7 @@ _HALF: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float16: "f
 # Fused attention reaches its share of the peak with heads of this size, and less by this power of
 # theirs with smaller ones. With a causal mask, so many keys more are computed than are needed
 # (devices.py says of what measurements).
-_HEAD, _NARROW_HEADS, _DIAGONAL_KEYS = 128, 0.17, 400
+_HEAD, _NARROW_HEADS, ATTENTION_DIAGONAL_KEYS = 128, 0.17, 400
 _LEAST_KEYS = 512  # fewer take a GPU as long: each tile of queries is filled and written once
 # Wide copies to tensor cores want rows that begin at multiples of 16 bytes. FLOP/s of a processor
 # without them: where the result has other rows, and where only an operand has.
@@ -106,6 +106,7 @@ _READ_AGAIN = {
     "masked_fill": 1.0,
 }
 _READ_AGAIN |= {"_softmax_backward_data": 1.5, "nll_loss_backward": -1.0}
+LINEAR = ("mm", "addmm", *GROUPED)  # products of linear layers
 _NO_WORK = (
     "empty",
     "empty_like",
@@ -126,7 +127,7 @@ class Operation:
     op_class: OpClass
     flops: float
     bytes: float
-    dtype: DType
+    dtype: Precision
     launches: int = 1
     name: str = ""  # without namespace and overload
     # or convolution: how many of equal size, m, n and k
@@ -423,13 +424,18 @@ def _flops(
     causal = 1.0
     if given.get("is_causal", False):
         # The fused kernels leave out the tiles above the diagonal, but for those that it crosses.
-        causal = min(1.0, 0.5 * (1 + _DIAGONAL_KEYS / keys))
+        causal = min(1.0, 0.5 * (1 + ATTENTION_DIAGONAL_KEYS / keys))
     short = max(1.0, _LEAST_KEYS / keys) if gpu else 1.0
-    narrow = (_HEAD / head) ** _NARROW_HEADS
+    narrow = narrow_heads(head)
     # In the backward they compute the scores again, a fifth product beside the four of the
     # gradients.
     again = 1.25 if name.endswith("backward") else 1.0
     return float(flops * causal * short * narrow * again)
+
+
+def narrow_heads(head: int) -> float:
+    """Return how much longer fused attention takes per multiplication with heads of this size."""
+    return float((_HEAD / head) ** _NARROW_HEADS)
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:

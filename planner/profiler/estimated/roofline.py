@@ -27,6 +27,7 @@ from planner.profiler.estimated.devices import (
     DeviceSpec,
     OpClass,
 )
+from planner.profiler.estimated.eight_bit_gpus import EIGHT_BITS
 from planner.profiler.estimated.operations import Operation
 
 Floats = NDArray[np.float64]
@@ -47,6 +48,7 @@ _DIVISIONS = (1, 2, 4, 8, 16)  # of k
 # processor in TFLOP/s: filling takes its time, however fast the products are. The limits are those
 # of single precision, and of A100 and H100.
 _DEPTH_PER_TFLOPS, _DEPTHS = 55, (64, 160)
+_DEPTH_IN_EIGHT_BITS = 2 * _DEPTHS[1]
 
 
 def shares_of_peak(
@@ -112,8 +114,12 @@ class Costs:
         of_compute = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES]
         of_memory = [1.0] * len(MEMORY_CLASSES)
         achieved = np.array([*of_compute, *of_memory])[self._class]
+        in_eight_bits = np.isin(self._dtypes, EIGHT_BITS)
+        if spec.eight_bits is not None:
+            achieved = np.where(in_eight_bits, spec.eight_bits.share, achieved)
         if spec.processors is not None and self._products.any():
             depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
+            depth = np.where(in_eight_bits, _DEPTH_IN_EIGHT_BITS, depth)
             achieved = achieved * shares_of_peak(self._products, spec.processors, depth)
 
         limit = self._limits * (spec.processors or 1)

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import InputError, LayerError
 from planner.formats.files import replace
+from planner.formats.names import EightBits, StackName
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
 from planner.model.capture.abridged import abridged
@@ -37,12 +38,18 @@ from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import (
     EAGER_CPU,
     Execution,
-    compiler,
     cuda_operations,
-    fused,
+)
+from planner.profiler.estimated.experts import (
+    ExpertLayer,
+    ExpertShare,
+    expert_operations,
+    shares_of_experts,
+    summed_layers,
 )
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
+from planner.profiler.estimated.step_as_run import RecordedStep, Span, as_run, mask_of
 from planner.profiler.estimated.update import Shapes, UpdateTrace, trace_updates
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, last_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
@@ -86,6 +93,9 @@ class StepTrace:
     unfused: Costs | None = None  # where a compiler fuses
     tokens_per_sample: int | None = None  # of a batch of token ids
     with_data: bool = False  # because its sizes depend on values
+    products: EightBits | None = None  # of linear layers, where they are in 8 bits
+    stack: StackName | None = None  # that ran it
+    experts: Sequence[ExpertShare] = ()  # of each layer
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -198,6 +208,12 @@ def trace_step(
             "master weights in float32 belong to weights in half precision",
             hint="give `dtype` float16 or bfloat16",
         )
+    if execution.eight_bits is not None and not execution.master_weights:
+        raise InputError(
+            f"products in {execution.eight_bits.precision} are estimated with weights in half "
+            f"precision and masters in float32",
+            hint="give `master_weights` and `dtype=bfloat16`, or leave out `precision`",
+        )
     autocast, halved = (None, half) if execution.master_weights else (half, None)
     layout = memory_format == "channels-last"
     options = ModuleOptions(
@@ -225,6 +241,45 @@ def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
         for layer in chain.layers
     )
     return replace(graph, model=model, blocks=replace(chain, layers=layers))
+
+
+def _experts(
+    recorder: OperationRecorder,
+    marks: LayerMarks[int],
+    weights: Sequence[Mapping[str, nn.Parameter]],
+) -> list[ExpertShare]:
+    """Return what experts have of each layer: of its weights those that have one part for each."""
+    own: list[list[ExpertLayer]] = [[] for _ in weights]
+    spans = [
+        (layer, recorder.until[start], recorder.until[end])
+        for layer, in_backward, start, end in marks.spans()
+        if not in_backward
+    ]
+    backward = recorder.until[marks.backward_start]
+    for number, found in expert_operations(recorder.operations, backward):
+        layer = next(layer for layer, start, end in spans if start <= number < end)
+        own[layer].append(found)
+
+    layers = [summed_layers(each) for each in own]
+    experts = max((each.experts for each in layers), default=0)
+    shares = shares_of_experts(weights, experts)
+    return [ExpertShare(*each) for each in zip(layers, shares, strict=True)]
+
+
+def _recorded(
+    recorder: OperationRecorder,
+    marks: LayerMarks[int],
+    saved: Sequence[int],
+    workspaces: Sequence[int],
+) -> RecordedStep:
+    until = recorder.until
+    spans = [
+        Span(layer, in_backward, until[start], until[end])
+        for layer, in_backward, start, end in marks.spans()
+    ]
+    return RecordedStep(
+        recorder.operations, until, until[marks.backward_start], spans, saved, workspaces
+    )
 
 
 @dataclass(frozen=True)
@@ -362,24 +417,26 @@ class _Tracer:
         # The batch was there before, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         peaks = recorder.allocated.peaks
-        fusion = self.execution.fusion
         workspaces = beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes))
         counts = layer_counts(marks, recorder.totals_until.__getitem__)
         whole = trained_parameters(graph.model)
         updates = trace_updates(
             trained, self.training_spec, self.execution, self.known_updates, whole
         )
+        step = as_run(
+            _recorded(recorder, marks, saved, workspaces), self.execution, mask_of(graph.model)
+        )
         return StepTrace(
             model=self.training_spec.name,
             dtype=self.dtype,
             extent=stage.extent(batch),
             graph=graph,
-            costs=Costs(fused(recorder.operations, recorder.until[marks.backward_start], fusion)),
-            until=recorder.until,
+            costs=Costs(step.operations),
+            until=step.until,
             layers=marks,
             stands=stands,
-            saved_bytes=_for_all(saved, stands),
-            workspace_bytes=_for_all(workspaces, stands),
+            saved_bytes=_for_all(step.saved_bytes, stands),
+            workspace_bytes=_for_all(step.workspace_bytes, stands),
             updates=_for_all(updates, stands),
             known_updates=self.known_updates,
             weights=_for_all(weights, stands),
@@ -390,6 +447,9 @@ class _Tracer:
                     name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()
                 },
             ),
-            unfused=Costs(recorder.operations) if fusion is compiler else None,
+            unfused=Costs(step.unfused) if self.execution.is_compiled_alone else None,
             tokens_per_sample=batch.tokens_per_sample,
+            products=self.execution.products,
+            stack=self.execution.stack,
+            experts=_for_all(_experts(recorder, marks, weights), stands),
         )

@@ -191,11 +191,16 @@ def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int 
     experts.
     """
     shared = likely * profiles.ranks
-    has_experts = any("grouped_mm" in layer.op for layer in profiles.at(likely).layers)
+    has_experts = any(_is_of_experts(layer.op) for layer in profiles.at(likely).layers)
     divides = (options.minibatch or 1) % shared == 0
     if has_experts and divides and shared > likely and len(profiles.sizes) > 1:
         return shared
     return None
+
+
+def _is_of_experts(op: str) -> bool:
+    """Return whether a kind of layer has experts, as captured, or as a module that is one layer."""
+    return "grouped_mm" in op or op.endswith("Experts")
 
 
 def extended(one: Profile, other: Profile, size: int) -> Profile:
