@@ -1,7 +1,7 @@
 """Save a benchmark's results as records, and write the tables made of them into the docs.
 
 Long tables are measured a part at a time. `results.json` in the benchmark's folder has every result
-with its date and machine. `results.md` and the page in the docs are written from it.
+with its date and machine. The page in the docs is written from it.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Results:
         )
 
     def show(self, text: str, picture: str = "") -> None:
-        """Print the tables; to save, write them into `results.md` and the benchmark's section of
-        the page about papers.
+        """Print the tables; to save, write them into the benchmark's section of the page about
+        papers.
 
         Args:
             text: the tables.
@@ -140,7 +140,6 @@ class Results:
         print(text)
         if not self._save:
             return
-        write_text(self._folder / "results.md", text + "\n")
         module = ".".join(self._folder.relative_to(ROOT / "benchmarks").parts)
         content = f"{picture}\n\n{text}" if picture else text
         write_between(PAPERS, marks(self._folder.name, module), content)

@@ -71,8 +71,8 @@ def _solve(folder: Path) -> Iterator[Row]:
         for gpus in GPUS:
             took = plan(
                 "solve",
-                *("--profile", profile, "--gpus", str(gpus), "--bandwidth", "100Gbps"),
-                *("-o", folder / "solved.json"),
+                *("--profile", profile, "--gpus", str(gpus), "--bandwidth", "10Gbps"),
+                *("--depth", "published", "-o", folder / "solved.json"),
             )
             yield f"{layers:,} layers on {gpus:,} GPUs", took
 

@@ -26,7 +26,6 @@ from planner.formats.cluster import hierarchical_cluster
 from planner.formats.profile import load_profile
 from planner.schedule.registry import SCHEDULES, find
 
-FOLDER = Path(__file__).parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "error")
 FORMATS = ("", "", "", ".4f", ".4f", "+.1%")
@@ -62,7 +61,7 @@ def compare_cases(
     """Run the cases of a draw as the command line asks; `name`: of their table and of its marks in
     the docs.
     """
-    text = compare(
+    compare(
         doc,
         f"testbed.{name}",
         Row,
@@ -75,8 +74,6 @@ def compare_cases(
         page=PAGE,
         whole=True,
     )
-    if text is not None:
-        (FOLDER / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 
 
 def draw(seed: int, count: int) -> list[Case]:

@@ -133,6 +133,7 @@ def test_the_reference_keeps_tied_weights_equal(lab: Lab) -> None:
     assert not torch.equal(after[tied[0]], before[tied[0]])
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_workers_train_as_one_process_and_a_killed_one_is_told(lab: Lab) -> None:
     cases = dict(training.training_cases(lab)) | dict(training.failure_cases(lab))
     outcome = cases[f"{FLUSH}"]()

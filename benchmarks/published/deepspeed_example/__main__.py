@@ -63,7 +63,7 @@ def main() -> None:
         "--steps", type=int, default=64, help="minibatches to train (default: %(default)s)"
     )
     parser.add_argument(
-        "--save", action="store_true", help="write the picture, results.md and the page in docs/"
+        "--save", action="store_true", help="write the picture, results.json and the page in docs/"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

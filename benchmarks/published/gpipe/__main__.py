@@ -44,7 +44,7 @@ def main() -> None:
         "--models", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="these only"
     )
     parser.add_argument(
-        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+        "--save", action="store_true", help="write results.json and the page in docs/"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)

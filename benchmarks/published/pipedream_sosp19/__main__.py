@@ -44,7 +44,7 @@ def main() -> None:
         "--seconds", type=float, default=10.0, help="of each run, after its start-up"
     )
     parser.add_argument(
-        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+        "--save", action="store_true", help="write results.json and the page in docs/"
     )
     arguments = parser.parse_args()
     results = Results(HERE, save=arguments.save)

@@ -60,7 +60,7 @@ def main() -> None:
         help="links at their nominal rate, instead of what the published BSP got",
     )
     parser.add_argument(
-        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+        "--save", action="store_true", help="write results.json and the page in docs/"
     )
     arguments = parser.parse_args()
     part = "nominal" if arguments.nominal else "implied"

@@ -23,8 +23,6 @@ from planner.workers.job import Job, TrainResult
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 
-pytestmark = pytest.mark.usefixtures("warm_start")
-
 MODEL = """
 import os
 import torch
