@@ -297,7 +297,7 @@ def _stack(
     if options.stack is not None:
         return find_stack(options.stack)
     specs = device.values() if isinstance(device, Mapping) else [device]
-    if file.named and all(spec.kind == "cuda" for spec in specs):
+    if file.named and all(spec.is_gpu for spec in specs):
         return COMPILED
     return None
 

@@ -202,7 +202,7 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
             degree,
             link,
             sequence_parallel=cluster.sequence_parallel,
-            exchange=topology.exchange_link(degree, _first_rank(cluster, kind)),
+            exchange=topology.exchange_link(degree, _first_rank(cluster, kind), costs.copies),
         )
         # Inside servers that slower links join, messages between servers leave most of the links to
         # the groups.

@@ -185,6 +185,9 @@ class DegreeCosts(_Times):
     # Gradients that all ranks have alike, and sum once per update, in estimates of experts that
     # ranks divide as no executor here does; None where they are summed in each backward.
     alike_bytes: tuple[Bytes, ...] | None = None
+    # Experts that a token chooses, where it is sent to each server once for all of them there; None
+    # where it is sent once for each.
+    copies: PositiveFloat | None = None
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
 

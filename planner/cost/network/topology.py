@@ -186,7 +186,7 @@ class Topology:
         ranks = range(first, first + degree)
         return self.measured_link(ranks, "sum") or self.stage_link(ranks)
 
-    def exchange_link(self, degree: int, first: int = 0) -> Link:
+    def exchange_link(self, degree: int, first: int = 0, copies: float | None = None) -> Link:
         """Return the link of so many ranks, from the first one, that exchange parts with each
         other, all with all, at the rate of a ring that would take as long.
 
@@ -195,7 +195,9 @@ class Topology:
 
             t = bytes · max over levels of  (q - p)/r / (rate / sharing)
 
-        where q ranks are in a group of the next level.
+        where q ranks are in a group of the next level. Where a row is one of k copies, of which
+        each of the s groups gets one for all its ranks, a group gets 1 - (1 - 1/s)^k rows of a
+        token in place of k/s.
         """
         ranks = range(first, first + degree)
         link = self.group_link(degree, first)
@@ -204,10 +206,14 @@ class Topology:
             return link
         slowest = 0.0
         inner = 1
+        sharing: float
         for number in range(span + 1):
             outer = min(int(self.groups[number]), degree)
             level = self._levels[number]
             sharing = inner if level.shared and number > 0 else 1
+            if copies is not None and number > 0:
+                groups = degree / inner
+                sharing *= groups * (1 - (1 - 1 / groups) ** copies) / copies
             rate = level.bandwidth_bytes_per_s * float(np.min(self.shared_ratio(number, ranks)))
             slowest = max(slowest, (outer - inner) / degree * sharing / rate)
             inner = outer

@@ -95,6 +95,10 @@ class DeviceSpec:
     like: str | None = None
     eight_bits: EightBitRates | None = None
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind == "cuda"
+
     def at_clock(self, share: float) -> "DeviceSpec":
         """Return the device with its processors at this share of their boost clock; the memory
         keeps its own.

@@ -232,13 +232,22 @@ class Estimator:
         for degree in self._options.experts:
             if batch_size % degree or fewest_experts(self._first.experts) % degree:
                 continue
-            rank = self._trace(batch_size // degree)
+            rank = self._trace(batch_size // degree, expert_ranks=degree)
             for own, spec in zip(costs, self._specs, strict=True):
-                own.append(expert_costs(profile_of_trace(rank, spec), degree, rank.experts))
+                part = profile_of_trace(rank, spec)
+                own.append(expert_costs(part, degree, rank.experts, sends_once=self._sends_once))
         return costs
 
+    @property
+    def _sends_once(self) -> bool:
+        return self._options.stack is not None and self._options.stack.sends_once
+
     def _trace(
-        self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None
+        self,
+        batch_size: int,
+        degree: int = 1,
+        lengths: Mapping[str, int] | None = None,
+        expert_ranks: int = 1,
     ) -> StepTrace:
         asked = self._options
         execution = Execution(
@@ -246,6 +255,7 @@ class Estimator:
             asked.fusion,
             asked.master_weights,
             eight_bits=self._eight_bits,
+            expert_ranks=expert_ranks,
         )
         if asked.stack is not None and execution.kind == "cuda":
             execution = asked.stack.running(execution)

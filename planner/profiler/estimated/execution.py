@@ -90,6 +90,7 @@ class Execution:
     fuses_attention: bool = False
     keeps_inputs: bool = False
     loss_chunks: int = 1
+    expert_ranks: int = 1  # that divide the experts of mixtures, of which this is one
     eight_bits: EightBitProducts | None = None  # of linear layers, beside master weights
 
     @property

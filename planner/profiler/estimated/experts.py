@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from planner.formats.files import replace
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.profiler.estimated.execution import Flow
 from planner.profiler.estimated.operations import Operation
@@ -35,11 +36,13 @@ class ExpertLayer:
         experts: how many there are.
         sent_bytes: of rows that a forward sends to experts and back.
         exchanges: all-to-alls of a forward.
+        rows: of tokens, one for each expert that a token chooses.
     """
 
     experts: int = 0
     sent_bytes: int = 0
     exchanges: float = 0.0
+    rows: int = 0
 
 
 def expert_operations(
@@ -57,7 +60,35 @@ def expert_operations(
             sent.append(operation.reads[0][1])
         if not _reaches(flow, number, forward=True):
             sent.append(operation.writes[0][1])
-        yield number, ExpertLayer(operation.product[0], sum(sent), float(len(sent)))
+        experts, each, _, _ = operation.product
+        yield number, ExpertLayer(experts, sum(sent), float(len(sent)), experts * each)
+
+
+def with_experts_of_one_rank(operations: Sequence[Operation], ranks: int) -> list[Operation]:
+    """Return a step's operations with grouped products as one of so many ranks has them: as many
+    rows, for a part of the experts, whose matrices alone it reads, and whose gradients it writes.
+    """
+    return [
+        _of_one_rank(operation, ranks) if operation.name.startswith(GROUPED) else operation
+        for operation in operations
+    ]
+
+
+def _of_one_rank(operation: Operation, ranks: int) -> Operation:
+    if operation.product is None:  # the gradients of all experts' matrices
+        whole_bytes = sum(size for _, size in operation.writes)
+        return replace(operation, bytes=operation.bytes - whole_bytes * (1 - 1 / ranks))
+
+    experts, rows, columns, inner = operation.product
+    matrices = operation.reads[1:2]
+    whole_bytes = sum(size for _, size in matrices)
+    part = tuple((value, size // ranks) for value, size in matrices)
+    return replace(
+        operation,
+        product=(max(1, experts // ranks), rows * ranks, columns, inner),
+        bytes=operation.bytes - whole_bytes * (1 - 1 / ranks),
+        reads=(*operation.reads[:1], *part, *operation.reads[2:]),
+    )
 
 
 def _reaches(flow: Flow, start: int, *, forward: bool) -> bool:
@@ -113,6 +144,7 @@ def summed_layers(own: Sequence[ExpertLayer]) -> ExpertLayer:
         experts=max((each.experts for each in own), default=0),
         sent_bytes=sum(each.sent_bytes for each in own),
         exchanges=sum(each.exchanges for each in own),
+        rows=max((each.rows for each in own), default=0),
     )
 
 
@@ -126,13 +158,17 @@ class ExpertShare:
     share: float
 
 
-def expert_costs(rank: Profile, degree: int, layers: Sequence[ExpertShare]) -> DegreeCosts:
+def expert_costs(
+    rank: Profile, degree: int, layers: Sequence[ExpertShare], *, sends_once: bool
+) -> DegreeCosts:
     """Return what one of so many ranks does and holds.
 
     Args:
-        rank: the profile of one rank's samples, with all experts.
+        rank: the profile of one rank's samples, with the products of its experts, and the weights
+            of all.
         degree: ranks.
         layers: what is experts' of each layer.
+        sends_once: a token is sent to each server once, for all its experts there.
     """
     columns = {name: [getattr(layer, name) for layer in rank.layers] for name in DEGREE_COLUMNS}
     for name in ("weight_bytes", "gradient_bytes"):
@@ -160,12 +196,22 @@ def expert_costs(rank: Profile, degree: int, layers: Sequence[ExpertShare]) -> D
         by_samples=True,
         experts=tuple(own.layer.experts for own in layers),
         alike_bytes=tuple(alike),
+        copies=_copies(rank, layers) if sends_once else None,
         forward_reduced_bytes=tuple(sent),
         backward_reduced_bytes=tuple(sent),
         forward_reduces=tuple(exchanges),
         backward_reduces=tuple(exchanges),
         **own_columns,
     )
+
+
+def _copies(rank: Profile, layers: Sequence[ExpertShare]) -> float | None:
+    """Return how many experts a token chooses; None where that is not known."""
+    tokens = (rank.microbatch_size or 1) * (rank.tokens_per_sample or 0)
+    rows = max((own.layer.rows for own in layers), default=0)
+    if not tokens or rows <= tokens:
+        return None
+    return rows / tokens
 
 
 def fewest_experts(layers: Sequence[ExpertShare]) -> int:

@@ -60,6 +60,7 @@ class Stack:
     attention: Mapping[str, float] | None = None
     loss_chunks: int = 1
     sequence_parallel: bool = False
+    sends_once: bool = False
 
     @property
     def fuses_anything(self) -> bool:
@@ -200,6 +201,11 @@ MEGATRON = Stack(
             "sequence parallelism: norms and dropouts by tokens",
             "Korthikanti et al. 2022, section 4.2",
         ),
+        Group(
+            "experts over servers",
+            "a token is sent to a server once for all its experts there",
+            "DeepEP (deepseek-ai/DeepEP, MIT), README",
+        ),
         Group("launches", "6 µs of the host each", _KERNELS),
     ),
     host="fused",
@@ -207,6 +213,7 @@ MEGATRON = Stack(
     fuses_attention=True,
     attention=_FUSED_ATTENTION,
     sequence_parallel=True,
+    sends_once=True,
 )
 _STACKS: Mapping[StackName, Stack] = {each.name: each for each in (EAGER, COMPILED, MEGATRON)}
 

@@ -11,6 +11,7 @@ from torch import nn
 from planner.formats.files import replace
 from planner.profiler.estimated.eight_bits import in_eight_bits
 from planner.profiler.estimated.execution import Execution, Flow, first_of_kernel, fused
+from planner.profiler.estimated.experts import with_experts_of_one_rank
 from planner.profiler.estimated.fused_attention import Mask, with_fused_attention
 from planner.profiler.estimated.kept import Held, held_fused, held_unfused
 from planner.profiler.estimated.loss_chunks import in_chunks
@@ -72,6 +73,8 @@ def as_run(recorded: RecordedStep, how: Execution, mask: Mask) -> StepAsRun:
         mask: of attention that the model writes out.
     """
     plain = list(recorded.operations)
+    if how.expert_ranks > 1:
+        plain = with_experts_of_one_rank(plain, how.expert_ranks)
     if how.fuses_attention:
         plain = with_fused_attention(plain, recorded.backward, mask)
     operations = fused(plain, recorded.backward, how.fusion)

@@ -69,6 +69,16 @@ def test_all_to_alls_take_the_slowest_level() -> None:
     assert seconds == pytest.approx(24 / 32 * size_bytes / (BETWEEN / 8))
 
 
+def test_a_token_is_sent_to_a_server_once() -> None:
+    """Of 8 chosen experts in 4 servers a server has one for 1 - (3/4)^8 of the tokens, where 2 of 8
+    copies would go to each.
+    """
+    topology = Topology(hierarchical_cluster((8, 8), (RATE, BETWEEN)))
+    plain, once = (topology.exchange_link(32, copies=copies) for copies in (None, 8))
+    expected = (1 - (3 / 4) ** 8) / 2
+    assert plain.ring_bytes_per_s / once.ring_bytes_per_s == pytest.approx(expected)
+
+
 def test_slow_links_inside_bind() -> None:
     topology = Topology(hierarchical_cluster((8, 2), (1e9, BETWEEN)))
     link = topology.exchange_link(16)
