@@ -54,6 +54,7 @@ class Recipe:
         run: with all degrees and batches; ranks that divide experts are those of `tensor`.
         tokens: per second and GPU, as measured.
         source: file and model of what was published.
+        links: of its servers, inside and between, where they are not what such GPUs usually have.
         but: how the recipe differs from what is priced; empty where it does not.
     """
 
@@ -65,6 +66,7 @@ class Recipe:
     tokens: float
     source: str
     but: str = ""
+    links: str | None = None
 
     @property
     def title(self) -> str:
@@ -87,16 +89,46 @@ def run(micro: int, whole: int, tensor: int = 1, pipeline: int = 1, **more: Any)
 
 
 FMS = "fms-fsdp, README"
+A100_SERVERS, H100_SERVERS = "nvlink3,400Gbps", "nvlink4,800Gbps"
 OPEN = "ml-engineering, llama-3.1-8b"
 NEMO = "NeMo-Framework-Launcher"
 BRIDGE = "Megatron-Bridge"
 ZOO = "Megatron-MoE-ModelZoo"
 OFFLOADED = run(1, 8, sharding=FSDP, recomputes=True)
 RECIPES = (
-    Recipe("llama-7b", "a100-80gb", 128, 4096, run(2, 256, sharding=HSDP), 4550, FMS),
-    Recipe("llama-7b", "h100", 96, 4096, run(2, 192, sharding=HSDP), 9600, FMS),
-    Recipe("llama-2-34b", "a100-80gb", 128, 4096, run(2, 256, sharding=FSDP), 820, FMS, SELECTIVE),
-    Recipe("llama-2-34b", "h100", 96, 4096, run(2, 192, sharding=FSDP), 1830, FMS, SELECTIVE),
+    Recipe(
+        "llama-7b",
+        "a100-80gb",
+        128,
+        4096,
+        run(2, 256, sharding=HSDP),
+        4550,
+        FMS,
+        links=A100_SERVERS,
+    ),
+    Recipe("llama-7b", "h100", 96, 4096, run(2, 192, sharding=HSDP), 9600, FMS, links=H100_SERVERS),
+    Recipe(
+        "llama-2-34b",
+        "a100-80gb",
+        128,
+        4096,
+        run(2, 256, sharding=FSDP),
+        820,
+        FMS,
+        SELECTIVE,
+        A100_SERVERS,
+    ),
+    Recipe(
+        "llama-2-34b",
+        "h100",
+        96,
+        4096,
+        run(2, 192, sharding=FSDP),
+        1830,
+        FMS,
+        SELECTIVE,
+        H100_SERVERS,
+    ),
     Recipe(
         "llama-3-8b",
         "h200",
@@ -260,6 +292,7 @@ def answered(recipe: Recipe) -> Row:
             gpu=recipe.gpu,
             length=recipe.length,
             minibatch=recipe.run.global_batch,
+            bandwidth=recipe.links,
             place=folder,
         )
         seconds = time.perf_counter() - began_s
