@@ -130,7 +130,7 @@ RECIPES = (
         H100_SERVERS,
     ),
     Recipe(
-        "llama-3-8b",
+        "llama-3.1-8b",
         "h200",
         8,
         8192,
@@ -138,8 +138,8 @@ RECIPES = (
         llama_tokens(461, 8192),
         OPEN,
     ),
-    Recipe("llama-3-8b", "h200", 8, 8192, OFFLOADED, llama_tokens(141, 8192), OPEN, OFFLOAD),
-    Recipe("llama-3-8b", "h200", 8, 32768, OFFLOADED, llama_tokens(324, 32768), OPEN, OFFLOAD),
+    Recipe("llama-3.1-8b", "h200", 8, 8192, OFFLOADED, llama_tokens(141, 8192), OPEN, OFFLOAD),
+    Recipe("llama-3.1-8b", "h200", 8, 32768, OFFLOADED, llama_tokens(324, 32768), OPEN, OFFLOAD),
     Recipe(
         "gpt-oss-120b",
         "h100",
