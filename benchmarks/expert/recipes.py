@@ -39,7 +39,7 @@ HSDP = Sharding(3, 8)
 ZERO_1 = Sharding(1)
 SAME = 0.995  # of a speed, from which on two plans are as fast: estimates tell no more
 # Where a recipe is not what is priced.
-FP8 = "products in FP8, priced in bfloat16"
+FP8 = "products in FP8"
 EXPERTS = "priced with a group's experts in one server, sent without overlap"
 OFFLOAD = "state in the host's memory, priced without"
 SELECTIVE = "some operations recompute, priced without recomputation or with all"
@@ -69,6 +69,14 @@ class Recipe:
     links: str | None = None
 
     @property
+    def kernels(self) -> dict[str, Any]:
+        """What runs the operators, and the format of products in 8 bits: of `planner.fit`."""
+        kernels: dict[str, Any] = {"stack": STACKS[self.source]}
+        if FP8 in self.but:
+            kernels["precision"] = "fp8"
+        return kernels
+
+    @property
     def title(self) -> str:
         return f"{self.model}, {self.gpus} {self.gpu}, {self.length} tokens"
 
@@ -93,7 +101,8 @@ A100_SERVERS, H100_SERVERS = "nvlink3,400Gbps", "nvlink4,800Gbps"
 OPEN = "ml-engineering, llama-3.1-8b"
 NEMO = "NeMo-Framework-Launcher"
 BRIDGE = "Megatron-Bridge"
-ZOO = "Megatron-MoE-ModelZoo"
+# What ran the operators, as the sources say.
+STACKS = {FMS: "compiled", OPEN: "compiled", NEMO: "megatron", BRIDGE: "megatron"}
 OFFLOADED = run(1, 8, sharding=FSDP, recomputes=True)
 RECIPES = (
     Recipe(
@@ -293,6 +302,7 @@ def answered(recipe: Recipe) -> Row:
             length=recipe.length,
             minibatch=recipe.run.global_batch,
             bandwidth=recipe.links,
+            **recipe.kernels,
             place=folder,
         )
         seconds = time.perf_counter() - began_s
@@ -315,6 +325,7 @@ def priced(recipe: Recipe, model: Path, cluster: Cluster) -> tuple[Plan, bool]:
         dtype=usual_dtype(recipe.gpu),
         master_weights=True,
         tensor=[recipe.run.tensor] if recipe.run.tensor > 1 else (),
+        **recipe.kernels,
     )
     given, _ = as_priced(recipe.run, recipe.gpus)
     if given.tensor > 1 and given.sequence_parallel:
@@ -358,13 +369,15 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     longest = max(row.seconds for row in rows)
     yield f"{len(slower)} of {len(rows)} answers are slower than the recipe by our price."
     yield f"The longest took {longest:.0f} s."
-    exact = [row.of_measured for row in rows if not row.recipe.but and row.of_measured is not None]
-    if exact:
-        far = median(abs(ratio - 1) for ratio in exact)
-        yield (
-            f"Of {len(exact)} recipes that are priced as they are, the median distance from what "
-            f"was measured is {far:.0%}."
-        )
+    for but, words in (("", "that are priced as they are"), (FP8, "with products in FP8")):
+        ratios = [row.of_measured for row in rows if row.recipe.but == but]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known:
+            far = median(abs(ratio - 1) for ratio in known)
+            yield (
+                f"Of {len(known)} recipes {words}, the median distance from what was measured is "
+                f"{far:.0%}."
+            )
 
 
 if __name__ == "__main__":

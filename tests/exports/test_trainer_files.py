@@ -212,10 +212,10 @@ def read(option: str, content: str | dict[str, Any], **asked: Any) -> Configurat
             {"gpus": 128},
             {
                 "global_batch": 32,
+                "stack": "compiled",
+                "precision": "fp8",
                 "unknown": (
-                    'model.converters: ["float8"]',
                     "parallelism.enable_async_tensor_parallel: true",
-                    "compile.enable: true",
                     "quantize.linear.float8.enable_fsdp_float8_all_gather: true",
                 ),
             },
