@@ -39,7 +39,7 @@ HSDP = Sharding(3, 8)
 ZERO_1 = Sharding(1)
 SAME = 0.995  # of a speed, from which on two plans are as fast: estimates tell no more
 # Where a recipe is not what is priced.
-FP8 = "products in FP8, priced in bfloat16"
+FP8 = "products in FP8"
 EXPERTS = "priced with a group's experts in one server, sent without overlap"
 OFFLOAD = "state in the host's memory, priced without"
 SELECTIVE = "some operations recompute, priced without recomputation or with all"
@@ -54,6 +54,7 @@ class Recipe:
         run: with all degrees and batches; ranks that divide experts are those of `tensor`.
         tokens: per second and GPU, as measured.
         source: file and model of what was published.
+        links: of its servers, inside and between, where they are not what such GPUs usually have.
         but: how the recipe differs from what is priced; empty where it does not.
     """
 
@@ -65,6 +66,15 @@ class Recipe:
     tokens: float
     source: str
     but: str = ""
+    links: str | None = None
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """What runs the operators, and the format of products in 8 bits: of `planner.fit`."""
+        kernels: dict[str, Any] = {"stack": STACKS[self.source]}
+        if FP8 in self.but:
+            kernels["precision"] = "fp8"
+        return kernels
 
     @property
     def title(self) -> str:
@@ -87,18 +97,49 @@ def run(micro: int, whole: int, tensor: int = 1, pipeline: int = 1, **more: Any)
 
 
 FMS = "fms-fsdp, README"
+A100_SERVERS, H100_SERVERS = "nvlink3,400Gbps", "nvlink4,800Gbps"
 OPEN = "ml-engineering, llama-3.1-8b"
 NEMO = "NeMo-Framework-Launcher"
 BRIDGE = "Megatron-Bridge"
-ZOO = "Megatron-MoE-ModelZoo"
+# What ran the operators, as the sources say.
+STACKS = {FMS: "compiled", OPEN: "compiled", NEMO: "megatron", BRIDGE: "megatron"}
 OFFLOADED = run(1, 8, sharding=FSDP, recomputes=True)
 RECIPES = (
-    Recipe("llama-7b", "a100-80gb", 128, 4096, run(2, 256, sharding=HSDP), 4550, FMS),
-    Recipe("llama-7b", "h100", 96, 4096, run(2, 192, sharding=HSDP), 9600, FMS),
-    Recipe("llama-2-34b", "a100-80gb", 128, 4096, run(2, 256, sharding=FSDP), 820, FMS, SELECTIVE),
-    Recipe("llama-2-34b", "h100", 96, 4096, run(2, 192, sharding=FSDP), 1830, FMS, SELECTIVE),
     Recipe(
-        "llama-3-8b",
+        "llama-7b",
+        "a100-80gb",
+        128,
+        4096,
+        run(2, 256, sharding=HSDP),
+        4550,
+        FMS,
+        links=A100_SERVERS,
+    ),
+    Recipe("llama-7b", "h100", 96, 4096, run(2, 192, sharding=HSDP), 9600, FMS, links=H100_SERVERS),
+    Recipe(
+        "llama-2-34b",
+        "a100-80gb",
+        128,
+        4096,
+        run(2, 256, sharding=FSDP),
+        820,
+        FMS,
+        SELECTIVE,
+        A100_SERVERS,
+    ),
+    Recipe(
+        "llama-2-34b",
+        "h100",
+        96,
+        4096,
+        run(2, 192, sharding=FSDP),
+        1830,
+        FMS,
+        SELECTIVE,
+        H100_SERVERS,
+    ),
+    Recipe(
+        "llama-3.1-8b",
         "h200",
         8,
         8192,
@@ -106,8 +147,8 @@ RECIPES = (
         llama_tokens(461, 8192),
         OPEN,
     ),
-    Recipe("llama-3-8b", "h200", 8, 8192, OFFLOADED, llama_tokens(141, 8192), OPEN, OFFLOAD),
-    Recipe("llama-3-8b", "h200", 8, 32768, OFFLOADED, llama_tokens(324, 32768), OPEN, OFFLOAD),
+    Recipe("llama-3.1-8b", "h200", 8, 8192, OFFLOADED, llama_tokens(141, 8192), OPEN, OFFLOAD),
+    Recipe("llama-3.1-8b", "h200", 8, 32768, OFFLOADED, llama_tokens(324, 32768), OPEN, OFFLOAD),
     Recipe(
         "gpt-oss-120b",
         "h100",
@@ -260,6 +301,8 @@ def answered(recipe: Recipe) -> Row:
             gpu=recipe.gpu,
             length=recipe.length,
             minibatch=recipe.run.global_batch,
+            bandwidth=recipe.links,
+            **recipe.kernels,
             place=folder,
         )
         seconds = time.perf_counter() - began_s
@@ -282,6 +325,7 @@ def priced(recipe: Recipe, model: Path, cluster: Cluster) -> tuple[Plan, bool]:
         dtype=usual_dtype(recipe.gpu),
         master_weights=True,
         tensor=[recipe.run.tensor] if recipe.run.tensor > 1 else (),
+        **recipe.kernels,
     )
     given, _ = as_priced(recipe.run, recipe.gpus)
     if given.tensor > 1 and given.sequence_parallel:
@@ -325,13 +369,15 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     longest = max(row.seconds for row in rows)
     yield f"{len(slower)} of {len(rows)} answers are slower than the recipe by our price."
     yield f"The longest took {longest:.0f} s."
-    exact = [row.of_measured for row in rows if not row.recipe.but and row.of_measured is not None]
-    if exact:
-        far = median(abs(ratio - 1) for ratio in exact)
-        yield (
-            f"Of {len(exact)} recipes that are priced as they are, the median distance from what "
-            f"was measured is {far:.0%}."
-        )
+    for but, words in (("", "that are priced as they are"), (FP8, "with products in FP8")):
+        ratios = [row.of_measured for row in rows if row.recipe.but == but]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known:
+            far = median(abs(ratio - 1) for ratio in known)
+            yield (
+                f"Of {len(known)} recipes {words}, the median distance from what was measured is "
+                f"{far:.0%}."
+            )
 
 
 if __name__ == "__main__":

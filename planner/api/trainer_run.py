@@ -82,6 +82,8 @@ class GivenRun:
             refuse(options, option, "dtype")
         if run.autocast:
             refuse(options, option, "autocast")
+        if run.precision is not None:
+            refuse(options, option, "precision")
         servers = options.servers
         if run.machines is not None and options.gpus_per_server is None:
             servers = servers or run.machines
@@ -92,6 +94,8 @@ class GivenRun:
             length=run.length or options.length,
             dtype=run.dtype or options.dtype,
             autocast=run.autocast or options.autocast,
+            precision=run.precision or options.precision,
+            stack=options.stack or run.stack,
             servers=servers,
         )
 
@@ -319,6 +323,8 @@ def _as_run(found: Plan, given: Configuration) -> list[Configuration]:
             length=given.length,
             dtype=given.dtype,
             autocast=given.autocast,
+            precision=given.precision,
+            stack=given.stack,
         )
     ]
 

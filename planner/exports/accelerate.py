@@ -14,6 +14,7 @@ from planner.exports.configuration import Asked, Batches, Configuration, copies_
 from planner.exports.deepspeed import zero_stage
 from planner.exports.settings import Settings, parsed, parsed_yaml, text_of
 from planner.formats.files import parse_json, replace
+from planner.formats.names import StackName
 from planner.schedule.one_stage import FLUSH
 from planner.stages.sharding import UNSHARDED, ZERO_1, ZERO_2, ZERO_3, Sharding
 
@@ -86,6 +87,7 @@ def read_accelerate(text: str, asked: Asked) -> Configuration:
     return replace(
         run,
         machines=said.count("num_machines"),
+        stack=_stack(said, run),
         unknown=(*run.unknown, *_left(said, way)),
     )
 
@@ -112,6 +114,17 @@ def _left(said: Settings, way: str) -> tuple[str, ...]:
     others = {FSDP: "fsdp_config.*", DEEPSPEED: "deepspeed_config.*", MEGATRON: "megatron_lm*"}
     idle = [pattern for other, pattern in others.items() if other != way]
     return said.left((*_NEUTRAL, *idle), _PRICED)
+
+
+def _stack(said: Settings, run: Configuration) -> StackName | None:
+    """Return what runs the operators: Megatron's own kernels, or PyTorch's, compiled or not."""
+    backend = said.values.get("dynamo_config.dynamo_backend")
+    if said.values.get("distributed_type") == MEGATRON:
+        return "megatron"
+    if isinstance(backend, str) and backend.lower() == "inductor":
+        said.get("dynamo_config.dynamo_backend")
+        return "compiled"
+    return run.stack or "eager"
 
 
 def _precision(said: Settings) -> str | None:

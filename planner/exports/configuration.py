@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import InputError
+from planner.formats.names import EightBits, StackName
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.schedule import Schedule
@@ -61,6 +62,8 @@ class Configuration:
         sharding: what replicas divide.
         dtype: of weights and products, where the file says it.
         autocast: whether weights are in float32, with products in `dtype`.
+        precision: of products in 8 bits, where the file says it.
+        stack: of kernels that run the operators, where that is known.
         unknown: what is not understood, with its values, as it was written.
         remarks: sentences on what is priced in another way than the trainer does it.
     """
@@ -87,6 +90,8 @@ class Configuration:
     sharding: Sharding = UNSHARDED
     dtype: str | None = None
     autocast: bool = False
+    precision: EightBits | None = None
+    stack: StackName | None = None
     unknown: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 

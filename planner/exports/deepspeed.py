@@ -81,6 +81,7 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
         sharding=sharding if copies > 1 else UNSHARDED,
         dtype=dtype,
         autocast=autocast,
+        stack="eager",
         unknown=said.left(_NEUTRAL, _PRICED),
         remarks=_remarks(said, asked),
     )

@@ -6,10 +6,11 @@ written as one.
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from planner.errors import InputError, PlanError
 from planner.exports.configuration import Asked, Configuration
+from planner.formats.names import EightBits
 from planner.options.numbers import is_count
 from planner.schedule.one_stage import FLUSH
 from planner.stages.sharding import UNSHARDED, ZERO_1
@@ -31,6 +32,7 @@ RECOMPUTED_LAYERS = "--recompute-num-layers"
 SEQUENCE_PARALLEL = "--sequence-parallel"
 SHARDED = "--use-distributed-optimizer"
 BFLOAT16, FLOAT16 = "--bf16", "--fp16"
+FP8_FORMAT, FP8_RECIPE = "--fp8-format", "--fp8-recipe"
 
 _COUNTS = (
     TENSOR,
@@ -46,7 +48,7 @@ _COUNTS = (
     RECOMPUTED_LAYERS,
 )
 _SWITCHES = (SEQUENCE_PARALLEL, SHARDED, BFLOAT16, FLOAT16)
-_TEXTS = (LAYOUT, GRANULARITY, METHOD)
+_TEXTS = (LAYOUT, GRANULARITY, METHOD, FP8_FORMAT, FP8_RECIPE)
 _STAGE = re.compile(r"(?:E|L|,|t(?:\*\d+)?)*")
 _STAGE_LAYERS = re.compile(r"t(?:\*(\d+))?")
 _HALVES = {BFLOAT16: "bfloat16", FLOAT16: "float16"}
@@ -92,8 +94,17 @@ def read_arguments(text: str, _: Asked | None = None) -> Configuration:
         sequence_parallel=SEQUENCE_PARALLEL in found,
         sharding=ZERO_1 if SHARDED in found else UNSHARDED,
         dtype=next((dtype for name, dtype in _HALVES.items() if name in found), None),
+        precision=_precision(found),
+        stack="megatron",
         unknown=tuple(unknown),
     )
+
+
+def _precision(found: Mapping[str, str]) -> EightBits | None:
+    """Return the format of products in 8 bits."""
+    if FP8_FORMAT not in found:
+        return None
+    return "mxfp8" if found.get(FP8_RECIPE) == "mxfp8" else "fp8"
 
 
 def write_arguments(run: Configuration, _: str = "") -> str:
@@ -136,6 +147,10 @@ def _written(run: Configuration) -> Iterator[str]:
     if run.sharding.divides_anything:
         yield SHARDED
     yield from (name for name, dtype in _HALVES.items() if dtype == run.dtype)
+    if run.precision is not None:
+        yield f"{FP8_FORMAT} hybrid"
+    if run.precision == "mxfp8":
+        yield f"{FP8_RECIPE} mxfp8"
 
 
 def _words(text: str) -> list[str]:

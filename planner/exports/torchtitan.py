@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.errors import InputError, PlanError
 from planner.exports.configuration import Asked, Batches, Configuration, copies_of
 from planner.exports.settings import Settings, parse_toml, parsed
+from planner.formats.names import EightBits
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
@@ -23,6 +24,7 @@ _SCHEDULES: Mapping[str, Schedule] = {
     "ZBVZeroBubble": ZB_V,
 }
 _DTYPES = {"bfloat16": "bfloat16", "float32": "float32"}
+_CONVERTERS: Mapping[str, EightBits] = {"float8": "fp8", "mx": "mxfp8"}
 _RESHARDS = {"default": None, "always": True, "never": False}
 _RECOMPUTES = {"none": False, "full": True, "selective": True, "memory_budget": False}
 # What changes neither the time of a step nor the memory of the model.
@@ -97,6 +99,8 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
         sharding=_sharding(said, repeated, shards, pipeline),
         dtype=_dtype(said),
         autocast=autocast and _dtype(said) == "bfloat16",
+        precision=_precision(said),
+        stack="compiled" if said.switch("compile.enable") else "eager",
         unknown=said.left((*_NEUTRAL, *_idle(said)), _PRICED),
         remarks=tuple(remarks),
     )
@@ -199,6 +203,16 @@ def _dtype(said: Settings) -> str | None:
     if said.values.get("training.dtype") == "float32":
         said.get("training.dtype")
     return said.choice("training.mixed_precision_param", _DTYPES) or "bfloat16"
+
+
+def _precision(said: Settings) -> EightBits | None:
+    """Return the format of products in 8 bits, where a converter makes linear layers have them."""
+    converters = said.values.get("model.converters", ())
+    for name, precision in _CONVERTERS.items():
+        if converters == (name,):
+            said.get("model.converters")
+            return precision
+    return None
 
 
 def write_torchtitan(run: Configuration, _: str = "") -> str:

@@ -15,6 +15,7 @@ LAYERS = {
     "llama-13b": 40,
     "llama-2-34b": 48,
     "llama-3-8b": 32,
+    "llama-3.1-8b": 32,
     "llama-3-70b": 80,
     "gpt3-5b": 24,
     "gpt3-20b": 44,

@@ -171,7 +171,7 @@ RUNS = {
         "[parallelism]\npipeline_parallel_degree = 4\npipeline_parallel_microbatch_size = 1\n"
         "pipeline_parallel_first_stage_less_layers = 0\n"
         "pipeline_parallel_last_stage_less_layers = 0\n"
-        "[compile]\nenable = true\n",
+        "enable_async_tensor_parallel = true\n[compile]\nenable = true\n",
         ("--gpus", "4"),
         "1-1-1-1",
     ),

@@ -20,7 +20,7 @@ from tests.exports.test_better_megatron import MB, SERVERS, model
 BY_OPTION = {trainer.option: trainer for trainer in TRAINERS}
 SLOW = {
     "torchtitan": "[training]\nlocal_batch_size = 1\nglobal_batch_size = 64\n"
-    "[parallelism]\ntensor_parallel_degree = 4\n[compile]\nenable = true\n",
+    "[parallelism]\ntensor_parallel_degree = 4\nenable_async_tensor_parallel = true\n",
     "deepspeed": json.dumps(
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -72,7 +72,8 @@ def test_a_better_file_is_better_when_it_is_read_again(
 
 def test_what_the_price_leaves_out_is_named_beside_the_file() -> None:
     report = trainer_run_report(asked("torchtitan", SLOW["torchtitan"]))
-    assert "compile.enable: true: not understood, so this is the price of a run without" in report
+    left_out = "parallelism.enable_async_tensor_parallel: true"
+    assert f"{left_out}: not understood, so this is the price of a run without" in report
     # Weights that are sharded beside ranks that divide layers have no price of their own.
     assert "shards the optimizer's state, gradients and weights over 2 replicas" in report
     assert "these keys for torchtitan, others as they are:\n\n[training]\n" in report

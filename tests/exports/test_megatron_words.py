@@ -41,6 +41,7 @@ def test_the_options_of_a_published_run() -> None:
         sequence_parallel=True,
         sharding=Sharding(1),
         dtype="bfloat16",
+        stack="megatron",
         unknown=("--hidden-size 12288", "--overlap-grad-reduce", "--lr-decay-style cosine"),
     )
     assert run.layers_of_stages(96) == [2] * 48
@@ -49,7 +50,9 @@ def test_the_options_of_a_published_run() -> None:
 
 def test_what_is_left_out_is_one_and_plain() -> None:
     run = read_arguments(SIZES)
-    assert run == Configuration(tensor=1, pipeline=1, micro_batch=1, global_batch=256)
+    assert run == Configuration(
+        tensor=1, pipeline=1, micro_batch=1, global_batch=256, stack="megatron"
+    )
     assert run.layers_of_stages(7) == [7]
     assert run.replicas(8) == 8
 

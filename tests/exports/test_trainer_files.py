@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -211,10 +212,10 @@ def read(option: str, content: str | dict[str, Any], **asked: Any) -> Configurat
             {"gpus": 128},
             {
                 "global_batch": 32,
+                "stack": "compiled",
+                "precision": "fp8",
                 "unknown": (
-                    'model.converters: ["float8"]',
                     "parallelism.enable_async_tensor_parallel: true",
-                    "compile.enable: true",
                     "quantize.linear.float8.enable_fsdp_float8_all_gather: true",
                 ),
             },
@@ -409,6 +410,19 @@ def test_wrong_values_get_one_sentence(
 ) -> None:
     with pytest.raises(InputError, match=message):
         read(option, content, **asked)
+
+
+def test_a_missing_reader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(InputError, match="PyYAML") as yaml:
+        BY_OPTION["accelerate"].read("", Asked(gpus=2, file=Path("config.yaml")))
+    assert yaml.value.hint == "pip install pyyaml"
+
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    with pytest.raises(InputError, match="the package tomli") as toml:
+        read("torchtitan", "", gpus=8)
+    assert toml.value.hint == "pip install tomli"
 
 
 LIKE = {

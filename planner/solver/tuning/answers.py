@@ -67,7 +67,7 @@ class FitTuning:
     computing_share: float = 0.75
 
     # Share of the time limit for what comes after the last search: its table, and files.
-    ending_share: float = 0.05
+    ending_share: float = 0.1
 
     # Shares of the time left: for choosing sizes of microbatches, on which more depends than on any
     # search, since a size too small costs tens of times; then for the cluster that was asked about.
