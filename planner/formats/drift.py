@@ -3,6 +3,7 @@
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
+_AS_PLANNED = 1.25  # seconds relative to the plan's
 _FEW = 8  # stages whose layers are counted in a line
 
 
@@ -40,6 +41,12 @@ class Drift(Record):
     better_config: str | None = None
     better_samples_per_s: float | None = None
     why_not: str = ""
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether all that changed is about as the plan expects it, again."""
+        ratios = [each.ratio for each in (*self.workers, *self.routes)]
+        return all(1 / _AS_PLANNED < ratio < _AS_PLANNED for ratio in ratios)
 
     def __str__(self) -> str:
         """Say it in one line."""

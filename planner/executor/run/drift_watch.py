@@ -49,7 +49,10 @@ _LOOKS_EVERY_S = 0.5
 _CONNECT = timedelta(seconds=60)
 _JOIN_S = 5.0
 _FOUND = "found"
+_LASTS = 2  # more windows until a line says something that no other plan would mend
+_MOST_LASTS = 64  # of those, of which each line wants twice as many as the one before
 _LIMITS = DriftLimits()
+_WINDOWS = 2  # of which the newest are solved for
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +83,7 @@ class Told(Record):
 class DriftListener(Protocol):
     """Who is told on worker 0, by the thread that watches."""
 
-    def consider(self, drift: Drift, better: Plan | None) -> None: ...
+    def consider(self, drift: Drift, better: Plan | None, *, clear: bool) -> None: ...
     def look(self, end: int) -> None: ...
 
 
@@ -98,6 +101,9 @@ class DriftWatch:
         self._minibatch_size = context.minibatch_size
         self._listener = listener
         self.found: list[Drift] = []  # on worker 0
+        self._unsaid: Drift | None = None  # because no other plan would be faster
+        self._unsaid_windows = 0
+        self._lasts = _LASTS
 
         store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
@@ -113,7 +119,7 @@ class DriftWatch:
         if self._rank == 0:
             self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
-        self._judged: deque[Window] = deque(maxlen=_LIMITS.windows)
+        self._judged: deque[Window] = deque(maxlen=_WINDOWS)
         self._hosts: list[str] = []
         self._queue: queue.SimpleQueue[WindowNotes | None] = queue.SimpleQueue()
         self._ending = threading.Event()
@@ -214,16 +220,37 @@ class DriftWatch:
         self._hosts = [each.host for each in told]
         parting = judge.look(window)
         if parting is not None:
-            self._tell_all(*self._answered(parting))
+            self._found(parting)
+        elif self._unsaid is not None:
+            self._wait(self._unsaid)
         if self._listener is not None:
             self._listener.look(first.end)
 
-    def _tell_all(self, drift: Drift, better: Plan | None) -> None:
+    def _found(self, parting: Parting) -> None:
+        """Solve again, and say what parted, at once where something can be done about it."""
+        drift, better = self._answered(parting)
+        returns = drift.is_as_planned and not self.found
+        self._unsaid = None
+        if better is not None or drift.why_not:
+            self._tell_all(drift)
+        elif not returns:
+            self._unsaid = drift
+            self._unsaid_windows = 0
+        if self._listener is not None:
+            self._listener.consider(drift, better, clear=parting.clear)
+
+    def _wait(self, drift: Drift) -> None:
+        """Say what no other plan would mend, once it has lasted; under load that comes and goes."""
+        self._unsaid_windows += 1
+        if self._unsaid_windows >= self._lasts:
+            self._unsaid = None
+            self._lasts = min(2 * self._lasts, _MOST_LASTS)
+            self._tell_all(drift)
+
+    def _tell_all(self, drift: Drift) -> None:
         self.found.append(drift)
         self._store.set(_FOUND, drift.model_dump_json())
         _log.warning("%s", drift)
-        if self._listener is not None:
-            self._listener.consider(drift, better)
 
     def _answered(self, parting: Parting) -> tuple[Drift, Plan | None]:
         """Return what parted, and the plan that would be faster now."""
@@ -247,7 +274,7 @@ class DriftWatch:
             measured_samples_per_s=newest.samples_per_s,
         )
         try:
-            answer = self._solved_again()
+            answer = self._solved_again(parting.since)
         except PlannerError as error:
             return replace(drift, why_not=error.message), None
         expected = self._minibatch_size / answer.expected_s
@@ -262,7 +289,7 @@ class DriftWatch:
         )
         return drift, answer.better
 
-    def _solved_again(self) -> Corrected:
+    def _solved_again(self, since: int) -> Corrected:
         """Ask another process, which solves for what was measured; raise PlannerError without an
         answer.
         """
@@ -271,7 +298,7 @@ class DriftWatch:
             raise PlannerError("the run was given no `profile`")
         with held_folder("drift") as folder:
             save_plan(self._plan, folder / "plan.json")
-            save_timeline(self._timeline(), folder / "run.json")
+            save_timeline(self._timeline(since), folder / "run.json")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
             self._solving = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -284,9 +311,11 @@ class DriftWatch:
                 raise PlannerError(last or "the search was ended")
             return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
 
-    def _timeline(self) -> Timeline:
-        """Return what was recorded of the newest windows as a run."""
-        events = [event for window in self._judged for event in window.events]
+    def _timeline(self, since: int) -> Timeline:
+        """Return as a run what was recorded of the newest windows since something parted."""
+        events = [
+            event for window in self._judged for event in window.events if event.minibatch >= since
+        ]
         start_s = min(event.start_s for event in events)
         moved = [
             event._replace(start_s=event.start_s - start_s, end_s=event.end_s - start_s)
