@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from planner.analysis.longer_work import measured_work
 from planner.analysis.measured_cluster import measured_cluster, on_cluster
 from planner.errors import PlannerError
 from planner.formats.drift import Corrected
@@ -36,7 +37,8 @@ def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STAN
         InputError: for a run that recorded too little.
     """
     found = measured_cluster(plan, run, tuning.measured)
-    there = on_cluster(profile, plan, found.cluster)
+    work, found = measured_work(profile, plan, found, tuning.measured)
+    there = on_cluster(work, replace(plan, profile_digest=work.digest), found.cluster)
     expected_s = there.predicted.seconds_per_minibatch
 
     options = replace(
@@ -44,12 +46,13 @@ def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STAN
         time_limit_s=tuning.measured.solving_s,
         accept_divided_loss=True,  # it was accepted, or else the plan would not run
     )
-    better = solve(Request.of(profile, found.cluster, options, tuning))
+    better = solve(Request.of(work, found.cluster, options, tuning))
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
         return Corrected(expected_s=expected_s)
-    return Corrected(expected_s=expected_s, better=better)
+    # The next answer begins with the profile as it was, too.
+    return Corrected(expected_s=expected_s, better=replace(better, profile_digest=profile.digest))
 
 
 def main(folder: Path, profile: Path) -> int:
