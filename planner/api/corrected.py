@@ -2,15 +2,17 @@
 
     python -m planner.api.corrected FOLDER PROFILE
 
-reads plan.json and run.json in the folder, and writes answer.json. Training comes first: the
-process has the lowest priority.
+reads plan.json, run.json and longer.json in the folder, and writes answer.json. Training comes
+first: the process has the lowest priority.
 """
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from planner.analysis.longer_work import measured_work
+from planner.analysis.longer_work import all_slower, longer_layers, profile_of_longer
 from planner.analysis.measured_cluster import measured_cluster, on_cluster
 from planner.errors import PlannerError
 from planner.formats.drift import Corrected
@@ -23,22 +25,43 @@ from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.terminal import printable
 
+LONGER = "longer.json"  # by layer, how many times as long as profiled it takes
 _NICER = 19
 
 
-def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STANDARD) -> Corrected:
+def corrected(
+    profile: Profile,
+    plan: Plan,
+    run: Timeline,
+    tuning: Tuning = STANDARD,
+    longer: Mapping[str, float] | None = None,
+) -> Corrected:
     """Return what a plan gives on the cluster that a run of it measured, and a faster plan for the
     same minibatches.
 
     Plans nearer to each other than predictions err are the same plan.
+
+    Args:
+        profile: that the plan was solved from.
+        plan: that was run.
+        run: what it measured.
+        tuning: what counts as another device, link or plan.
+        longer: by layer, how many times as long as profiled it took when the plan was solved.
 
     Raises:
         PlanError: for another profile than the plan's.
         InputError: for a run that recorded too little.
     """
     found = measured_cluster(plan, run, tuning.measured)
-    work, found = measured_work(profile, plan, found, tuning.measured)
-    there = on_cluster(work, replace(plan, profile_digest=work.digest), found.cluster)
+    cluster = found.cluster
+    longer = dict(longer or {})
+    if all_slower(found, tuning.measured):
+        longer = longer_layers(plan, found.workers, longer)
+        cluster = replace(cluster, kinds=plan.cluster.kinds)
+    work = profile_of_longer(profile, longer)
+    if plan.profile_digest == profile.digest:  # or it is refused
+        plan = replace(plan, profile_digest=work.digest)
+    there = on_cluster(work, plan, cluster)
     expected_s = there.predicted.seconds_per_minibatch
 
     options = replace(
@@ -46,13 +69,14 @@ def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STAN
         time_limit_s=tuning.measured.solving_s,
         accept_divided_loss=True,  # it was accepted, or else the plan would not run
     )
-    better = solve(Request.of(work, found.cluster, options, tuning))
+    better = solve(Request.of(work, cluster, options, tuning))
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
         return Corrected(expected_s=expected_s)
     # The next answer begins with the profile as it was, too.
-    return Corrected(expected_s=expected_s, better=replace(better, profile_digest=profile.digest))
+    better = replace(better, profile_digest=profile.digest)
+    return Corrected(expected_s=expected_s, better=better, longer=longer)
 
 
 def main(folder: Path, profile: Path) -> int:
@@ -63,6 +87,7 @@ def main(folder: Path, profile: Path) -> int:
             load_profile(profile),
             load_plan(folder / "plan.json"),
             load_timeline(folder / "run.json"),
+            longer=json.loads((folder / LONGER).read_text("utf-8")),
         )
     except PlannerError as error:
         sys.stderr.write(f"{printable(error.message)}\n")

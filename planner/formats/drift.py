@@ -1,5 +1,9 @@
 """What a run found of its devices and links that its plan expects otherwise."""
 
+from collections.abc import Mapping
+
+from pydantic import Field
+
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
@@ -45,7 +49,8 @@ class Drift(Record):
     @property
     def is_as_planned(self) -> bool:
         """Whether all that changed is about as the plan expects it, again."""
-        ratios = [each.ratio for each in (*self.workers, *self.routes)]
+        ratios = [worker.ratio for worker in self.workers]
+        ratios += [route.ratio for route in self.routes]
         return all(1 / _AS_PLANNED < ratio < _AS_PLANNED for ratio in ratios)
 
     def __str__(self) -> str:
@@ -117,3 +122,5 @@ class Corrected(Record):
 
     expected_s: float  # simulated seconds per minibatch of the plan that was run
     better: Plan | None = None  # for as many samples, maybe on fewer workers
+    # By layer, how many times as long as profiled it takes, where the work became longer.
+    longer: Mapping[str, float] = Field(default_factory=dict)

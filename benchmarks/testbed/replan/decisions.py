@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from planner.analysis.measured_cluster import on_cluster
 from planner.api.corrected import corrected
 from planner.executor.run.replan import Replanner
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster
-from planner.formats.drift import Drift, plan_words
+from planner.formats.drift import Corrected, Drift, plan_words
 from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
@@ -277,7 +277,8 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
             parting = judge.look(window)
             if parting is not None:
                 run.told += 1
-                replanner.consider(*_answer(run, windows, parting), clear=parting.clear)
+                drift, answer = _answer(run, windows, parting, replanner.longer)
+                replanner.consider(drift, answer, clear=parting.clear)
             replanner.look(until)
             point = until + 2 * POINT
             if replanner.ends_at(point):
@@ -349,13 +350,15 @@ def _noisy(event: Event, noise: random.Random, burst: tuple[int, int, int, float
     return event._replace(end_s=event.start_s + longer * (event.end_s - event.start_s))
 
 
-def _answer(run: Run, windows: Sequence[Window], parting: Parting) -> tuple[Drift, Plan | None]:
+def _answer(
+    run: Run, windows: Sequence[Window], parting: Parting, longer: Mapping[str, float]
+) -> tuple[Drift, Corrected]:
     """Solve again, as the process beside a run does."""
     events = [event for window in windows for event in window.events]
     since = [event for event in events if event.minibatch >= parting.since]
     end = windows[-1].end
     timeline = Timeline.of_plan(run.plan, "measured", end, Events.of(since))
-    answer = corrected(run.case.profile, run.plan, timeline)
+    answer = corrected(run.case.profile, run.plan, timeline, longer=longer)
     size = _size(run.plan)
     better_s = answer.expected_s
     if answer.better is not None:
@@ -369,7 +372,7 @@ def _answer(run: Run, windows: Sequence[Window], parting: Parting) -> tuple[Drif
         expected_samples_per_s=size / answer.expected_s,
         better_samples_per_s=size / better_s,
     )
-    return drift, answer.better
+    return drift, answer
 
 
 # The table

@@ -8,6 +8,7 @@
 No worker waits for any of it: windows that worker 0 has not read in time are left out.
 """
 
+import json
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,7 +33,7 @@ from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
 from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
 from planner.formats.held_folder import held_folder
-from planner.formats.plan import Plan, save_plan
+from planner.formats.plan import save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
 from planner.workers.meeting import nth_time, worker_store
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from planner.executor.run.context import PipelineContext
 
 ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
+LONGER = "longer.json"  # a question's, too; see `Corrected.longer`
 _SOLVER = "planner.api.corrected"  # the module that answers
 _KEPT = 4  # windows of a worker in the store: the next one takes the place of the oldest
 _LOOKS_EVERY_S = 0.5
@@ -83,7 +85,11 @@ class Told(Record):
 class DriftListener(Protocol):
     """Who is told on worker 0, by the thread that watches."""
 
-    def consider(self, drift: Drift, better: Plan | None, *, clear: bool) -> None: ...
+    @property
+    def longer(self) -> Mapping[str, float]:
+        """By layer, how many times as long as profiled it took when the plan was solved."""
+
+    def consider(self, drift: Drift, answer: Corrected | None, *, clear: bool) -> None: ...
     def look(self, end: int) -> None: ...
 
 
@@ -228,16 +234,16 @@ class DriftWatch:
 
     def _found(self, parting: Parting) -> None:
         """Solve again, and say what parted, at once where something can be done about it."""
-        drift, better = self._answered(parting)
+        drift, answer = self._answered(parting)
         returns = drift.is_as_planned and not self.found
         self._unsaid = None
-        if better is not None or drift.why_not:
+        if drift.better_config is not None or drift.why_not:
             self._tell_all(drift)
         elif not returns:
             self._unsaid = drift
             self._unsaid_windows = 0
         if self._listener is not None:
-            self._listener.consider(drift, better, clear=parting.clear)
+            self._listener.consider(drift, answer, clear=parting.clear)
 
     def _wait(self, drift: Drift) -> None:
         """Say what no other plan would mend, once it has lasted; under load that comes and goes."""
@@ -252,8 +258,8 @@ class DriftWatch:
         self._store.set(_FOUND, drift.model_dump_json())
         _log.warning("%s", drift)
 
-    def _answered(self, parting: Parting) -> tuple[Drift, Plan | None]:
-        """Return what parted, and the plan that would be faster now."""
+    def _answered(self, parting: Parting) -> tuple[Drift, Corrected | None]:
+        """Return what parted, and what solving again answered."""
         stages = {
             rank: n for n, each in reversed([*enumerate(self._plan.stages)]) for rank in each.ranks
         }
@@ -279,7 +285,7 @@ class DriftWatch:
             return replace(drift, why_not=error.message), None
         expected = self._minibatch_size / answer.expected_s
         if answer.better is None:
-            return replace(drift, expected_samples_per_s=expected), None
+            return replace(drift, expected_samples_per_s=expected), answer
         better_s = answer.better.predicted.seconds_per_minibatch
         drift = replace(
             drift,
@@ -287,7 +293,7 @@ class DriftWatch:
             better_config=plan_words(answer.better),
             better_samples_per_s=self._minibatch_size / better_s,
         )
-        return drift, answer.better
+        return drift, answer
 
     def _solved_again(self, since: int) -> Corrected:
         """Ask another process, which solves for what was measured; raise PlannerError without an
@@ -299,6 +305,8 @@ class DriftWatch:
         with held_folder("drift") as folder:
             save_plan(self._plan, folder / "plan.json")
             save_timeline(self._timeline(since), folder / "run.json")
+            longer = {} if self._listener is None else dict(self._listener.longer)
+            (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
             self._solving = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

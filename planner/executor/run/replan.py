@@ -15,6 +15,7 @@ plan ends there: the first to ask, or worker 0, settles it for all.
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # PyTorch exports it by a star import.
@@ -22,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.drift_watch import connection
-from planner.formats.drift import Drift, Move, plan_words
+from planner.formats.drift import Corrected, Drift, Move, plan_words
 from planner.formats.plan import Plan
 from planner.plan.rank_groups import sample_parts
 from planner.units import format_seconds
@@ -43,6 +44,7 @@ class _Better(NamedTuple):
     """A plan that would be faster, and by how much."""
 
     plan: Plan
+    longer: Mapping[str, float]  # layers
     saved_s: float  # per minibatch
 
 
@@ -62,6 +64,10 @@ class Replanner:
         self._unconfirmed = 0  # windows that are to pass before the decision
         self._decided = False
         self._store = store
+        # By layer, how many times as long as profiled it took when the plan was solved: on
+        # worker 0.
+        self.longer: Mapping[str, float] = {}
+        self._longer_next: Mapping[str, float] = {}
 
     @classmethod
     def of(cls, context: PipelineContext) -> "Replanner | None":
@@ -79,12 +85,13 @@ class Replanner:
 
     # In the thread that watches, of worker 0
 
-    def consider(self, drift: Drift, better: Plan | None, *, clear: bool) -> None:
+    def consider(self, drift: Drift, answer: Corrected | None, *, clear: bool) -> None:
         """Take note of a plan that would be faster on what was measured last, or of none; `clear`
         beside noise.
         """
         self._better = None
-        if better is None or drift.expected_samples_per_s is None:
+        better = None if answer is None else answer.better
+        if answer is None or better is None or drift.expected_samples_per_s is None:
             return
         if obstacle := self._obstacle(better):
             _log.warning("the run does not move to %s: %s", plan_words(better), obstacle)
@@ -93,7 +100,7 @@ class Replanner:
         samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
         lasted_s = (drift.seen - drift.since) * samples / drift.measured_samples_per_s
         saved_s = samples / drift.expected_samples_per_s - samples / drift.better_samples_per_s
-        self._better = _Better(better, saved_s)
+        self._better = _Better(better, answer.longer, saved_s)
         self._unconfirmed = _CONFIRMED
         if clear and lasted_s >= self._cost_s:
             self._unconfirmed = 0
@@ -107,7 +114,7 @@ class Replanner:
             return
         if time.monotonic() < self._rests_until_s:
             return
-        plan, saved_s = self._better
+        plan, longer, saved_s = self._better
         self._better = None
         left = self._minibatches - end
         pays = left * saved_s >= self._gain * self._cost_s
@@ -121,6 +128,7 @@ class Replanner:
             self._gain,
         )
         if pays:
+            self._longer_next = longer
             self._settle(plan, end)
 
     def _settle(self, plan: Plan, end: int) -> None:
@@ -163,6 +171,7 @@ class Replanner:
         )
         self.moves.append(move)
         self._plan = plan
+        self.longer = self._longer_next
         self._decided = False
         self._cost_s = seconds
         self._rests_until_s = time.monotonic() + _REST * seconds
