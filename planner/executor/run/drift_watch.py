@@ -30,6 +30,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from planner.errors import InputError, PlannerError, first_line
 from planner.executor.observe.recording import clock_offsets
 from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
+from planner.executor.run.drift_lines import DriftLines
 from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
 from planner.formats.held_folder import held_folder
@@ -51,8 +52,6 @@ _LOOKS_EVERY_S = 0.5
 _CONNECT = timedelta(seconds=60)
 _JOIN_S = 5.0
 _FOUND = "found"
-_LASTS = 2  # more windows until a line says something that no other plan would mend
-_MOST_LASTS = 64  # of those, of which each line wants twice as many as the one before
 _LIMITS = DriftLimits()
 _WINDOWS = 2  # of which the newest are solved for
 _log = logging.getLogger(__name__)
@@ -107,9 +106,7 @@ class DriftWatch:
         self._minibatch_size = context.minibatch_size
         self._listener = listener
         self.found: list[Drift] = []  # on worker 0
-        self._unsaid: Drift | None = None  # because no other plan would be faster
-        self._unsaid_windows = 0
-        self._lasts = _LASTS
+        self._lines = DriftLines()
 
         store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
@@ -225,33 +222,17 @@ class DriftWatch:
         self._judged.append(window)
         self._hosts = [each.host for each in told]
         parting = judge.look(window)
-        if parting is not None:
-            self._found(parting)
-        elif self._unsaid is not None:
-            self._wait(self._unsaid)
+        if parting is None:
+            told_now = self._lines.passed()
+        else:
+            drift, answer = self._answered(parting)
+            told_now = self._lines.found(drift)
+            if self._listener is not None:
+                self._listener.consider(drift, answer, clear=parting.clear)
+        if told_now is not None:
+            self._tell_all(told_now)
         if self._listener is not None:
             self._listener.look(first.end)
-
-    def _found(self, parting: Parting) -> None:
-        """Solve again, and say what parted, at once where something can be done about it."""
-        drift, answer = self._answered(parting)
-        returns = drift.is_as_planned and not self.found
-        self._unsaid = None
-        if drift.better_config is not None or drift.why_not:
-            self._tell_all(drift)
-        elif not returns:
-            self._unsaid = drift
-            self._unsaid_windows = 0
-        if self._listener is not None:
-            self._listener.consider(drift, answer, clear=parting.clear)
-
-    def _wait(self, drift: Drift) -> None:
-        """Say what no other plan would mend, once it has lasted; under load that comes and goes."""
-        self._unsaid_windows += 1
-        if self._unsaid_windows >= self._lasts:
-            self._unsaid = None
-            self._lasts = min(2 * self._lasts, _MOST_LASTS)
-            self._tell_all(drift)
 
     def _tell_all(self, drift: Drift) -> None:
         self.found.append(drift)

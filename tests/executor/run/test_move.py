@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import planner
+from planner.executor.checkpoint.staying import staying_stages
 from planner.executor.communication.control import join_group
 from planner.executor.run import drift_watch
 from planner.executor.run.build_context import pipeline_context
@@ -28,8 +29,8 @@ from tests.executor.processes import run_workers
 from tests.executor.sleeping import sleeping_profile, write_sleeping
 
 WINDOW = 10
-STEPS = 165
-FORWARD_S = 0.001  # of a layer: enough that the watch keeps up with training
+STEPS = 85
+FORWARD_S = 0.0005  # of a layer: enough that the watch keeps up with training
 
 
 def run_both(arguments: Sequence[str]) -> None:
@@ -170,19 +171,26 @@ def test_the_state_goes_from_host_to_host(tmp_path: Path, profile: Profile) -> N
     check_same(job_of(tmp_path, before), plans, tmp_path, hosts="apart")
 
 
+def test_a_stage_stays(tmp_path: Path, profile: Profile) -> None:
+    before = cut(profile, (2, 1, 1), "1f1b-flush", 2)
+    after = cut(profile, (1, 2, 1), "1f1b-flush", 2)
+    assert staying_stages(before, after) == {2: 2}
+    check_same(job_of(tmp_path, before), [before, after], tmp_path)
+
+
 def test_checkpoints_and_evaluations_go_on(tmp_path: Path, profile: Profile) -> None:
     path = tmp_path / "sleeping.py"
     path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
     before = cut(profile, (2, 2), "1f1b-flush", 2)
     after = cut(profile, (1, 3), "1f1b-flush", 2)
-    kept = CheckpointOptions(every=50, folder=str(tmp_path / "kept"), keep=10)
-    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=60))
+    kept = CheckpointOptions(every=25, folder=str(tmp_path / "kept"), keep=10)
+    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=30))
 
     result = check_same(job, [before, after], tmp_path)
 
-    assert [each.minibatch for each in result.evaluations] == [60, 120, 165]
+    assert [each.minibatch for each in result.evaluations] == [30, 60, 85]
     steps = sorted(each.name for each in (tmp_path / "kept").glob("step-*"))
-    assert steps == [f"step-{number:08}" for number in (50, 100, 150, 165)]
+    assert steps == [f"step-{number:08}" for number in (25, 50, 75, 85)]
 
 
 EVALUATION = """
