@@ -12,10 +12,8 @@ nobody in the run knows.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -25,14 +23,14 @@ from tabulate import tabulate
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # by a star import
 
 import planner
-from benchmarks.kept import printed
+from benchmarks.kept import Results
 from benchmarks.solver_quality.drawn_chain import chain, layer
 from planner.analysis.measured_cluster import on_cluster
 from planner.api.corrected import corrected
 from planner.executor.run.replan import Replanner
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster
 from planner.formats.drift import Corrected, Drift, plan_words
-from planner.formats.files import replace
+from planner.formats.files import replace, write_text
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.formats.timeline import Event, Events, Timeline
@@ -41,6 +39,7 @@ from planner.simulator.drift import DriftJudge, Expectation, Parting, Window
 from planner.simulator.simulate_plan import simulate
 from planner.workers.job import Job
 
+FOLDER = Path(__file__).parent
 WINDOW = 10  # minibatches, all of which are simulated
 POINT = 2  # minibatches between two points at which a plan may end
 QUIET = 4  # windows before the disturbance
@@ -137,7 +136,7 @@ def drawn(seed: int, *, disturbed: bool = True) -> Case:
     ]
     model = chain(layers, "benchmarks.testbed.replan")
     schedule = choose.choice(["1f1b-flush", "1f1b"])
-    microbatches = 4 * devices if schedule == "1f1b-flush" else None
+    microbatches = 2 * devices if schedule == "1f1b-flush" else None
     plan = planner.solve(
         model,
         flat_cluster(devices, 1e4),
@@ -234,7 +233,7 @@ def phases(case: Case, seed: int) -> tuple[list[Phase], Run]:
         end = back + WINDOWS * WINDOW
     if case.what == "nothing":
         changes = []
-        end = 3 * WINDOWS * WINDOW
+        end = 2 * WINDOWS * WINDOW
 
     _simulate(run, changes, end)
     starts = changes or [(0, quiet(case))]
@@ -378,20 +377,79 @@ def _answer(
 # The table
 
 
-def row(key: tuple[int, bool]) -> tuple[list[object], list[Phase], int]:
-    """Decide a case; return its row, its phases and its moves."""
-    seed, disturbed = key
+@dataclass(frozen=True)
+class Row:
+    """What was decided in a case; lists have one value for each phase."""
+
+    seed: int
+    what: str
+    devices: int
+    schedule: str
+    possible: list[float]  # share by which the best plan is faster
+    had: list[float]  # share of that
+    after: list[float]  # windows until the run moved; 0 where it did not
+    told: int  # differences that were solved for
+    moves: int
+
+
+def row(seed: int, *, disturbed: bool) -> Row:
+    """Decide a case."""
     case = drawn(seed, disturbed=disturbed)
     found, run = phases(case, seed)
-    cells: list[object] = [seed, case.what, case.plan.cluster.gpus, case.plan.schedule.name]
-    cells.append(", then ".join(f"{phase.possible:.0%}" for phase in found))
-    cells.append(", then ".join(f"{phase.after:.1f}" if phase.after else "-" for phase in found))
-    shares = [f"{phase.share:.1%}" if phase.possible >= SAME else "-" for phase in found]
-    cells += [", then ".join(shares), run.told]
-    return cells, found, len(run.moves)
+    return Row(
+        seed=seed,
+        what=case.what,
+        devices=case.plan.cluster.gpus,
+        schedule=case.plan.schedule.name,
+        possible=[phase.possible for phase in found],
+        had=[phase.share if phase.possible >= SAME else 0.0 for phase in found],
+        after=[phase.after for phase in found],
+        told=run.told,
+        moves=len(run.moves),
+    )
+
+
+def _cells(each: Row) -> list[object]:
+    return [
+        each.seed,
+        each.what,
+        each.devices,
+        each.schedule,
+        ", then ".join(f"{possible:.0%}" for possible in each.possible),
+        ", then ".join(f"{after:.1f}" if after else "-" for after in each.after),
+        ", then ".join(
+            f"{had:.1%}" if possible >= SAME else "-"
+            for had, possible in zip(each.had, each.possible, strict=True)
+        ),
+        each.told,
+    ]
 
 
 HEADERS = ("seed", "what", "devices", "schedule", "possible", "moved after", "had", "told")
+
+
+def summary_of(disturbed: Sequence[Row], undisturbed: Sequence[Row]) -> str:
+    """Return what all cases show, and their table."""
+    found = [
+        each for row in disturbed for each in zip(row.possible, row.had, row.after, strict=True)
+    ]
+    worth = [(had, after) for possible, had, after in found if possible >= SAME]
+    rest = [after for possible, _, after in found if possible < SAME]
+    moved = [after for _, after in worth if after]
+    lines = [
+        f"Simulated: {len(disturbed)} disturbed runs; in {len(worth)} of their {len(found)} phases "
+        f"another plan would be {SAME:.0%} faster or more.",
+        "",
+        f"- gain that is had, mean of these: {fmean(had for had, _ in worth):.1%}",
+        f"- moved in {len(moved)} of them, after {fmean(moved):.2f} windows in the mean and "
+        f"{max(moved):.1f} at most",
+        f"- moves where no plan is {SAME:.0%} faster: {sum(map(bool, rest))} of {len(rest)} phases",
+        f"- moves of {len(undisturbed)} undisturbed runs on busy devices: "
+        f"{sum(row.moves for row in undisturbed)}",
+    ]
+    cells = [_cells(each) for each in (*disturbed, *undisturbed)]
+    table = tabulate(cells, headers=HEADERS, tablefmt="github")
+    return "\n".join(lines) + f"\n\n{table}"
 
 
 def main() -> None:
@@ -400,46 +458,22 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--undisturbed", type=int, default=UNDISTURBED)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
+    results = Results(FOLDER, save=arguments.save, name="decisions.json")
     first = arguments.first_seed
-    keys = [(seed, True) for seed in range(first, first + arguments.cases)]
-    keys += [(seed, False) for seed in range(first, first + arguments.undisturbed)]
-    with (
-        printed(Path(__file__).parent, save=arguments.save, name="decisions.md"),
-        ProcessPoolExecutor(arguments.processes) as pool,
-    ):
-        print("Simulated. " + summary_of(list(pool.map(row, keys)), keys))
 
+    def rows(count: int, *, disturbed: bool) -> Iterator[tuple[str, Row]]:
+        for seed in range(first, first + count):
+            yield str(seed), row(seed, disturbed=disturbed)
 
-def summary_of(
-    rows: Sequence[tuple[list[object], list[Phase], int]], keys: Sequence[tuple[int, bool]]
-) -> str:
-    """Return what all cases show, and their table."""
-    disturbed = [each for each, (_, is_disturbed) in zip(rows, keys, strict=True) if is_disturbed]
-    quiet_moves = [moves for (_, _, moves), (_, other) in zip(rows, keys, strict=True) if not other]
-    all_phases = [phase for _, found, _ in disturbed for phase in found]
-    worth = [phase for phase in all_phases if phase.possible >= SAME]
-    rest = [phase for phase in all_phases if phase.possible < SAME]
-    moved = [phase.after for phase in worth if phase.after]
-    lines = [
-        f"{len(disturbed)} disturbed runs; in {len(worth)} phases another plan would be "
-        f"{SAME:.0%} faster or more.",
-        f"- gain that is had, mean of these: {fmean(phase.share for phase in worth):.1%}",
-        f"- moved in {len(moved)} of them, after {fmean(moved):.2f} windows in the mean and "
-        f"{max(moved):.1f} at most",
-        f"- moves where no plan is {SAME:.0%} faster: "
-        f"{sum(phase.after > 0 for phase in rest)} of {len(rest)} phases",
-    ]
-    if quiet_moves:
-        lines.append(
-            f"- moves of {len(quiet_moves)} undisturbed runs on busy devices: {sum(quiet_moves)}"
-        )
-    table = tabulate([cells for cells, _, _ in rows], headers=HEADERS, tablefmt="github")
-    return "\n".join(lines) + f"\n\n{table}"
+    found = results.measured("disturbed", Row, rows(arguments.cases, disturbed=True))
+    busy = results.measured("undisturbed", Row, rows(arguments.undisturbed, disturbed=False))
+    text = summary_of(*([*part.values()] for part in (found, busy)))
+    print(text)
+    if arguments.save:
+        write_text(FOLDER / "decisions.md", text + "\n")
 
 
 if __name__ == "__main__":
-    os.nice(5)
     main()

@@ -1,4 +1,4 @@
-"""A chain of equally expensive blocks whose messages become smaller in its second half, on random
+"""A chain of equally expensive blocks whose messages become smaller in its last quarter, on random
 data.
 
 It writes the time of each update to the file that REPLAN_TIMES names.
@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-BLOCKS = 12
-TOKENS, WIDTH = 128, 128  # of the first half
-FEWER = 16  # times; the width is then as much larger as keeps a block's work equal
-LATER_WIDTH = 512
+WIDE, NARROW = 9, 3  # blocks before and after tokens are merged
+TOKENS, WIDTH = 128, 128
+FEWER = 4  # times as few tokens in the last quarter, whose layers are as much wider inside
+INNER = 512  # width inside of a block before that
 
 
 class Block(nn.Module):
     """Two linear layers beside an identity."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, inner)
+        self.narrow = nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.narrow(torch.relu(self.wide(self.norm(x))))
@@ -36,7 +36,7 @@ class Merge(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEWER * WIDTH, LATER_WIDTH)
+        self.linear = nn.Linear(FEWER * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         joined: Tensor = self.linear(x.reshape(x.shape[0], TOKENS // FEWER, FEWER * WIDTH))
@@ -45,14 +45,14 @@ class Merge(nn.Module):
 
 def build_model() -> nn.Module:
     torch.manual_seed(0)
-    first = [Block(WIDTH) for _ in range(BLOCKS // 2 + 1)]
-    second = [Block(LATER_WIDTH) for _ in range(BLOCKS // 2 - 1)]
+    first = [Block(INNER) for _ in range(WIDE)]
+    second = [Block(FEWER * INNER) for _ in range(NARROW)]
     return nn.Sequential(*first, Merge(), *second)
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
     inputs = torch.randn(batch_size, TOKENS, WIDTH)
-    return (inputs,), torch.randn(batch_size, TOKENS // FEWER, LATER_WIDTH)
+    return (inputs,), torch.randn(batch_size, TOKENS // FEWER, WIDTH)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
+    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def on_update(minibatch: int, loss: float, metrics: object) -> None:

@@ -28,7 +28,7 @@ from benchmarks.testbed.two_cores.launch import CORES, run_workers
 from benchmarks.testbed.two_cores.straight import straight_plan
 from planner.formats.cluster import flat_cluster
 from planner.formats.files import write_text
-from planner.formats.plan import save_plan
+from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
 from planner.units import parse_bandwidth
 
@@ -36,9 +36,9 @@ FOLDER = Path(__file__).parent
 MODEL = FOLDER / "model.py"
 PICTURE = ROOT / "docs" / "images" / "replan.svg"
 MICROBATCHES = 8
-WINDOW = 20
+WINDOW = 10
 PROFILE_S = 6.0
-BEFORE_S, DURING_S, AFTER_S = 20.0, 40.0, 20.0
+BEFORE_S, DURING_S, AFTER_S = 12.0, 25.0, 12.0
 SETTLING_S = 0.5  # of each part, which is left out of its mean
 TIMEOUT_S = 400.0
 
@@ -54,7 +54,7 @@ class Disturbance:
 
 CASES = (
     Disturbance("core", "1Gbps"),
-    Disturbance("link", "200Mbps", "20Mbps"),
+    Disturbance("link", "100Mbps", "10Mbps"),
 )
 
 
@@ -115,20 +115,25 @@ def disturbed(
         time.sleep(DURING_S)
 
 
-def measured(case: Disturbance, *, replan: bool, folder: Path) -> Row:
-    """Profile, plan and train beside a disturbance."""
+def solved(case: Disturbance, folder: Path) -> Plan:
+    """Profile the model beside a second process, and return the best plan of two stages."""
+    profile = planner.profile(
+        MODEL, batch_size=1, device="cpu", seconds=PROFILE_S, processes=len(CORES)
+    )
+    save_profile(profile, folder / "profile.json")
+    cluster = flat_cluster(len(CORES), parse_bandwidth(case.bandwidth))
+    plan = straight_plan(profile, cluster, "1f1b-flush", MICROBATCHES)
+    save_plan(plan, folder / "plan.json")
+    return plan
+
+
+def measured(case: Disturbance, plan: Plan, *, replan: bool, folder: Path) -> Row:
+    """Train beside a disturbance."""
     with shaped_network(len(CORES)) as net:
         net.shape(tc_rate(case.bandwidth))
-        profile = planner.profile(
-            MODEL, batch_size=1, device="cpu", seconds=PROFILE_S, processes=len(CORES)
-        )
-        save_profile(profile, folder / "profile.json")
-        cluster = flat_cluster(2, parse_bandwidth(case.bandwidth))
-        plan = straight_plan(profile, cluster, "1f1b-flush", MICROBATCHES)
-        save_plan(plan, folder / "plan.json")
+        # Disturbed ones take about twice as long.
         minibatch_s = plan.predicted.seconds_per_minibatch
-        # Disturbed ones take up to twice as long.
-        steps = round((BEFORE_S + 0.6 * DURING_S + AFTER_S) / minibatch_s)
+        steps = round((BEFORE_S + 0.5 * DURING_S + AFTER_S) / minibatch_s)
 
         times = folder / f"times-{replan}"
         os.environ["REPLAN_TIMES"] = str(times)
@@ -208,8 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         if not options.draw:
             with tempfile.TemporaryDirectory() as folder:
+                plan = solved(case, Path(folder))
                 for replan in (False, True):
-                    row = measured(case, replan=replan, folder=Path(folder))
+                    row = measured(case, plan, replan=replan, folder=Path(folder))
                     results.add(case.name, str(replan), row)
                     print(_cells(case.name, row), file=sys.stderr, flush=True)
         found = results.records(case.name, Row)
