@@ -187,8 +187,7 @@ class DriftJudge:
     def look(self, window: Window) -> Parting | None:
         """Return what has parted from the plan for long enough; None where nothing has."""
         middle = (window.first + window.end) // 2
-        later = [event for event in window.events if event.minibatch >= middle]
-        late = {seen.key: seen for seen in self._ratios(later)}
+        late = {seen.key: seen for seen in self._later(window, middle)}
         certain = False
         for seen in self._ratios(window.events):
             subject = self._subjects[seen.key]
@@ -203,6 +202,14 @@ class DriftJudge:
                 subject.before.append(math.log(seen.middle))
             certain = certain or self._is_certain(subject)
         return self._told() if certain else None
+
+    def _later(self, window: Window, middle: int) -> Iterator[_Seen]:
+        """Yield what the later half of a window shows, if its last quarter shows any change."""
+        later = [event for event in window.events if event.minibatch >= middle]
+        last = (middle + window.end) // 2
+        newest = [event for event in later if event.minibatch >= last]
+        if any(self._side(self._subjects[seen.key], seen) for seen in self._ratios(newest)):
+            yield from self._ratios(later)
 
     def _ratios(self, events: Sequence[Event]) -> Iterator[_Seen]:
         """Yield what some minibatches show of workers and routes."""

@@ -12,20 +12,24 @@ import argparse
 import math
 import os
 import random
+import shutil
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.kept import printed
+from benchmarks.kept import Results
 from benchmarks.testbed.replan.forced import Forced
 from planner.errors import PlannerError
+from planner.formats.files import write_text
 from planner.workers.job import TrainResult
 
+FOLDER = Path(__file__).parent
 STEPS = 160
 EVERY = 10
 CASES = 20
@@ -81,13 +85,14 @@ def measured(seed: int, forced: Forced, reference: TrainResult) -> Row:
     for path in forced.folder.glob("pid-*"):
         path.unlink()
     (forced.folder / "moving").unlink(missing_ok=True)
+    shutil.rmtree(forced.folder / "checkpoints", ignore_errors=True)
     before = folders()
     what, rank, after_s, thread = disturbed(forced, random.Random(seed))
     thread.start()
     began_s = time.monotonic()
+    end = "trained to the end"
     try:
-        result = forced.train(STEPS, every=EVERY, hang_s=HANG_S)
-        end = "trained to the end"
+        forced.train(STEPS, every=EVERY, hang_s=HANG_S)
     except PlannerError as error:
         end = error.message
     seconds = time.monotonic() - began_s
@@ -106,6 +111,32 @@ def lost(result: TrainResult, reference: TrainResult) -> int:
     )
 
 
+def cases(seeds: Iterable[int]) -> Iterator[tuple[str, Row]]:
+    """Disturb a run for each seed."""
+    with tempfile.TemporaryDirectory() as name:
+        forced = Forced.of(Path(name), 32, 4)
+        reference = forced.train(STEPS, moves=False)
+        for seed in seeds:
+            yield str(seed), measured(seed, forced, reference)
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return what became of all runs."""
+    rows = list(rows)
+    headers = ("seed", "what", "worker", "after, s", "end", "seconds", "lost", "folders left")
+    cells = tabulate(
+        [list(vars(row).values()) for row in rows],
+        headers=headers,
+        floatfmt=".1f",
+        tablefmt="github",
+    )
+    hangs = sum(row.seconds > LONGEST_S for row in rows)
+    lost_minibatches = sum(row.lost for row in rows)
+    left = sum(row.left for row in rows)
+    counts = f"{len(rows)} runs, {hangs} hangs, {lost_minibatches} minibatches lost"
+    return f"{counts}, {left} folders left in memory\n\n{cells}"
+
+
 def main() -> None:
     """Disturb runs, and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -113,22 +144,13 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
-    with printed(Path(__file__).parent, save=arguments.save, name="kills.md"):
-        rows = []
-        for number in range(arguments.cases):
-            with tempfile.TemporaryDirectory() as name:
-                forced = Forced.of(Path(name), 32, 4)
-                if number == 0:
-                    reference = forced.train(STEPS, moves=False)
-                rows.append(measured(arguments.first_seed + number, forced, reference))
-        headers = ("seed", "what", "rank", "after, s", "end", "seconds", "lost", "folders left")
-        print(
-            f"Measured. Hangs: {sum(row.seconds > LONGEST_S for row in rows)}; minibatches lost: "
-        )
-        print(sum(row.lost for row in rows))
-        print()
-        cells = [list(vars(row).values()) for row in rows]
-        print(tabulate(cells, headers=headers, floatfmt=".1f", tablefmt="github"))
+    results = Results(FOLDER, save=arguments.save)
+    first = arguments.first_seed
+    rows = results.measured("kills", Row, cases(range(first, first + arguments.cases)))
+    text = f"Measured: {results.about('kills')}\n\n{table(rows.values())}"
+    print(text)
+    if arguments.save:
+        write_text(FOLDER / "kills.md", text + "\n")
 
 
 if __name__ == "__main__":
