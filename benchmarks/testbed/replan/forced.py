@@ -1,4 +1,4 @@
-"""Runs of two workers that move to a plan in a file, after their first window."""
+"""Runs of two workers that move to plans in files, one after the other."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def dataset():
 
 
 def force(folder: Path) -> None:
-    """Let the runs of this process move to next.json in a folder; note in files who they are, and
-    when they begin to move.
+    """Let the runs of this process move to next-0.json in a folder, and so on; note in files who
+    they are, and when they begin to move.
     """
-    after = load_plan(folder / "next.json")
+    plans = [load_plan(path) for path in sorted(folder.glob("next-*.json"))]
 
     def settle(self: Replanner, end: int) -> None:
-        if not self.moves and not self._decided:
-            self._settle(after, end)
+        if len(self.moves) < len(plans) and not self._decided:
+            self._settle(plans[len(self.moves)], end)
 
     Replanner.look = settle  # type: ignore[method-assign]
     drift_watch._LOOKS_EVERY_S = 0.05  # windows are short here
@@ -97,17 +97,17 @@ class Forced:
     folder: Path
     profile: Profile
     before: Plan
-    after: Plan
 
     @classmethod
-    def of(cls, folder: Path, width: int, blocks: int, schedule: str = "1f1b-flush") -> Forced:
-        """Write the model of two stages, half of the blocks in each, of which one moves."""
+    def of(cls, folder: Path, width: int, blocks: int, moves: int = 1) -> Forced:
+        """Write the model of two stages, half of the blocks in each, of which one moves and comes
+        back.
+        """
         path = folder / "model.py"
         path.write_text(
             _MODEL.replace("{width}", str(width)).replace("{blocks}", str(blocks)),
             encoding="utf-8",
         )
-        # Any plan does until there are others.
         (folder / "next.json").unlink(missing_ok=True)
         profile = _profiled(path)
         save_profile(profile, folder / "profile.json")
@@ -117,13 +117,14 @@ class Forced:
                 profile,
                 flat_cluster(2, 1e9),
                 stages,
-                schedule=schedule,
-                microbatches=1 if schedule == "1f1b" else 2,
+                schedule="1f1b-flush",
+                microbatches=2,
             )
             for stages in ((half, blocks - half), (half + 1, blocks - half - 1))
         )
-        save_plan(after, folder / "next.json")
-        return cls(folder, profile, before, after)
+        for number in range(moves):
+            save_plan((after, before)[number % 2], folder / f"next-{number}.json")
+        return cls(folder, profile, before)
 
     def train(
         self, steps: int, *, every: int | None = None, moves: bool = True, hang_s: float = 60.0

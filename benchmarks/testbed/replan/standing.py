@@ -24,7 +24,8 @@ FOLDER = Path(__file__).parent
 BLOCKS = 8
 STATE_BYTES = 12  # per parameter: the weight and two moments in float32
 WIDTHS = (320, 2280)  # 10 and 500 MB
-TIMES = 3
+MOVES = 4
+STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,17 @@ class Row:
 
 
 def measured(width: int) -> Row:
-    """Let runs move, and return for how long they stood still."""
-    seconds = []
-    same = True
-    for _ in range(TIMES):
-        with tempfile.TemporaryDirectory() as name:
-            forced = Forced.of(Path(name), width, BLOCKS)
-            result = forced.train(80)
-            seconds += [move.seconds for move in result.moves]
-            same = same and all(len(ids) == 1 for ids in forced.process_ids())
+    """Let a run move to and fro, and return for how long it stood still."""
+    with tempfile.TemporaryDirectory() as name:
+        forced = Forced.of(Path(name), width, BLOCKS, MOVES)
+        result = forced.train(STEPS)
+        same = all(len(ids) == 1 for ids in forced.process_ids())
     parameters = width * width + width
     return Row(
         width=width,
         state_bytes=STATE_BYTES * BLOCKS * parameters,
         moved_bytes=STATE_BYTES * parameters,
-        seconds=seconds,
+        seconds=[move.seconds for move in result.moves],
         same_processes=same,
     )
 
