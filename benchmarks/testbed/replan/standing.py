@@ -25,7 +25,7 @@ BLOCKS = 8
 STATE_BYTES = 12  # per parameter: the weight and two moments in float32
 WIDTHS = (320, 2280)  # 10 and 500 MB
 MOVES = 4
-STEPS = 150
+STEPS = 60
 
 
 @dataclass(frozen=True)
