@@ -9,6 +9,7 @@ the newest checkpoint to the end. Its losses must be those of an undisturbed run
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
@@ -17,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tabulate import tabulate
 from benchmarks.kept import Results
 from benchmarks.testbed.replan.forced import Forced
 from planner.errors import PlannerError
+from planner.executor.observe.run_log import FILE
 from planner.formats.files import write_text
 from planner.workers.job import TrainResult
 
@@ -33,7 +35,7 @@ FOLDER = Path(__file__).parent
 STEPS = 160
 EVERY = 10
 CASES = 20
-HANG_S = 15.0  # without progress, after which a stopped worker ends the run
+HANG_S = 10.0  # without progress, after which a stopped worker ends the run
 LONGEST_S = 90.0  # of a run; a move takes less than two seconds
 MOST_S = 2.0  # after the begin of the move, of the disturbance
 SAME = 1e-5  # relative losses of two cuts of one model
@@ -98,13 +100,22 @@ def measured(seed: int, forced: Forced, reference: TrainResult) -> Row:
     seconds = time.monotonic() - began_s
     thread.join()
     left = len(folders() - before)
+    before_it = logged(forced.folder / "checkpoints" / FILE)
     result = forced.train(STEPS, every=EVERY, moves=False)
-    return Row(seed, what, rank, after_s, end, seconds, lost(result, reference), left)
+    # What comes after the checkpoint is trained again.
+    found = {number: loss for number, loss in before_it.items() if number < result.first_minibatch}
+    found |= {each.minibatch: each.loss for each in result.losses}
+    return Row(seed, what, rank, after_s, end, seconds, lost(found, reference), left)
 
 
-def lost(result: TrainResult, reference: TrainResult) -> int:
+def logged(path: Path) -> dict[int, float | None]:
+    """Return the losses that a run wrote beside its checkpoints."""
+    _, *lines = path.read_text("utf-8").splitlines()
+    return dict(pair for line in lines for pair in json.loads(line)["losses"])
+
+
+def lost(found: Mapping[int, float | None], reference: TrainResult) -> int:
     """Count the minibatches that have no loss, or another one than in an undisturbed run."""
-    found = {each.minibatch: each.loss for each in result.losses}
     return sum(
         not math.isclose(found.get(each.minibatch) or math.nan, each.loss or 0.0, rel_tol=SAME)
         for each in reference.losses
