@@ -65,4 +65,4 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def on_update(minibatch: int, loss: float, metrics: object) -> None:
     with Path(os.environ["REPLAN_TIMES"]).open("a", encoding="utf-8") as file:
-        file.write(f"{minibatch} {time.time()}\n")
+        file.write(f"{minibatch} {time.monotonic()}\n")

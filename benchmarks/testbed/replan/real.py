@@ -110,7 +110,7 @@ def disturbed(
     while not times.exists():
         time.sleep(0.05)
     time.sleep(BEFORE_S)
-    moments.append(time.time())
+    moments.append(time.monotonic())
     with disturb():
         time.sleep(DURING_S)
 
