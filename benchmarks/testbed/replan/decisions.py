@@ -128,7 +128,7 @@ def drawn(seed: int, *, disturbed: bool = True) -> Case:
         layer(
             f"l{number}",
             choose.uniform(0.5, 2.0),
-            1000,
+            round(10 ** choose.uniform(3.0, 4.5)),  # so that cuts differ on slow links
             10_000_000,  # too many to exchange: stages are not replicated
             saved_bytes=5,
         )

@@ -24,8 +24,8 @@ FOLDER = Path(__file__).parent
 BLOCKS = 8
 STATE_BYTES = 12  # per parameter: the weight and two moments in float32
 WIDTHS = (320, 2280)  # 10 and 500 MB
-MOVES = 4
-STEPS = 60
+MOVES = 3
+STEPS = 42
 
 
 @dataclass(frozen=True)
