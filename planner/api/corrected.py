@@ -14,12 +14,14 @@ from pathlib import Path
 
 from planner.analysis.longer_work import all_slower, longer_layers, profile_of_longer
 from planner.analysis.measured_cluster import measured_cluster, on_cluster
+from planner.analysis.recut import recut
 from planner.errors import PlannerError
 from planner.formats.drift import Corrected
 from planner.formats.files import replace, save_record
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline, load_timeline
+from planner.solver.clock import Clock
 from planner.solver.request import Request, options_asked
 from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD, Tuning
@@ -70,6 +72,13 @@ def corrected(
         accept_divided_loss=True,  # it was accepted, or else the plan would not run
     )
     better = solve(Request.of(work, cluster, options, tuning))
+    if better.workers < plan.workers:
+        # A run does not move to a plan that leaves workers idle.
+        clock = Clock.of(tuning.measured.solving_s)
+        busy = recut(work, plan, cluster, clock)
+        gain = expected_s / busy.predicted.seconds_per_minibatch
+        if gain >= 1 + tuning.measured.same_pace:
+            better = busy
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
