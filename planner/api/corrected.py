@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from planner.analysis.few_kinds import with_few_kinds
 from planner.analysis.longer_work import all_slower, longer_layers, profile_of_longer
 from planner.analysis.measured_cluster import measured_cluster, on_cluster
 from planner.analysis.recut import recut
@@ -71,14 +72,14 @@ def corrected(
         time_limit_s=tuning.measured.solving_s,
         accept_divided_loss=True,  # it was accepted, or else the plan would not run
     )
-    better = solve(Request.of(work, cluster, options, tuning))
-    if better.workers < plan.workers:
-        # A run does not move to a plan that leaves workers idle.
+    searched = with_few_kinds(cluster, tuning.mixed.most_kinds)
+    better = solve(Request.of(work, searched, options, tuning))
+    if searched != cluster:
+        better = on_cluster(work, better, cluster)
+    # A run does not move to a plan that leaves workers idle, and noise makes many kinds.
+    if better.workers < plan.workers or searched != cluster:
         clock = Clock.of(tuning.measured.solving_s)
-        busy = recut(work, plan, cluster, clock)
-        gain = expected_s / busy.predicted.seconds_per_minibatch
-        if gain >= 1 + tuning.measured.same_pace:
-            better = busy
+        better = _preferred(better, recut(work, plan, cluster, clock), expected_s, tuning)
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
@@ -86,6 +87,17 @@ def corrected(
     # The next answer begins with the profile as it was, too.
     better = replace(better, profile_digest=profile.digest)
     return Corrected(expected_s=expected_s, better=better, longer=longer)
+
+
+def _preferred(better: Plan, busy: Plan, expected_s: float, tuning: Tuning) -> Plan:
+    """Return the plan to move to: of those that have work for all workers the faster one, if it is
+    faster than what is run.
+    """
+    busy_s = busy.predicted.seconds_per_minibatch
+    if better.workers == busy.workers and better.predicted.seconds_per_minibatch <= busy_s:
+        return better
+    pays = expected_s / busy_s >= 1 + tuning.measured.same_pace
+    return busy if pays or better.workers == busy.workers else better
 
 
 def main(folder: Path, profile: Path) -> int:

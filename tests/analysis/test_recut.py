@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 import planner
+from planner.analysis.few_kinds import with_few_kinds
 from planner.analysis.recut import recut
 from planner.api.corrected import corrected
 from planner.formats.cluster import Cluster, flat_cluster
@@ -56,3 +57,25 @@ def test_a_run_keeps_all_its_workers(model: Profile, plan: Plan) -> None:
     assert answer.better is not None
     assert answer.better.workers == plan.workers
     assert len(answer.better.stages[2].layers) == 1
+
+
+def test_many_kinds_are_searched_as_a_few() -> None:
+    cluster = slower(flat_cluster(6, 1e4), 1.0, 0.95, 0.9, 0.5, 0.86, 0.45)
+    few = with_few_kinds(cluster, 2)
+    assert [kind.speed for kind in few.kinds] == pytest.approx(
+        [0.93, 0.93, 0.93, 0.475, 0.93, 0.475], rel=0.01
+    )
+    assert with_few_kinds(cluster, 6) == cluster
+
+
+def test_a_run_on_noisy_devices_is_answered() -> None:
+    layers = equal_layers(24, output_bytes=1000, weight_bytes=10_000_000, saved_bytes=5)
+    model = profile(*layers)
+    plan = planner.price(
+        model, flat_cluster(6, 1e4), (4,) * 6, schedule="1f1b-flush", microbatches=12
+    )
+    run = run_on(plan, slower(plan.cluster, 1.0, 0.93, 0.85, 0.4, 0.79, 0.72))
+    answer = corrected(model, plan, run)
+    assert answer.better is not None
+    assert answer.better.workers == 6
+    assert answer.better.predicted.seconds_per_minibatch < answer.expected_s
