@@ -55,8 +55,12 @@ def throughput_svg(rows: Iterable[Row], during_s: float) -> str:
     x1, _ = place(during_s, 0.0)
     parts = [
         box((x0, TOP), (x1 - x0, HEIGHT - TOP - BOTTOM), SHADE),
-        text(LEFT, 26, "Samples per second of two workers; the core of one is busy for a while"),
-        text(x0 + 6, TOP + 16, "another process takes half of a core", Font(12)),
+        text(
+            LEFT,
+            26,
+            "Samples per second of two workers, of which one becomes 2.5 times slower for a while",
+        ),
+        text(x0 + 6, TOP + 16, "one device is slower", Font(12)),
         text(WIDTH - RIGHT, HEIGHT - 10, "seconds", Font(12, "end")),
     ]
     for step in range(5):

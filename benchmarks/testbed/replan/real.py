@@ -23,22 +23,23 @@ from tabulate import tabulate
 import planner
 from benchmarks.kept import ROOT, Results
 from benchmarks.netns import Network, shaped_network
+from benchmarks.testbed.replan.asleep import FORWARD_S
 from benchmarks.testbed.replan.picture import throughput_svg
 from benchmarks.testbed.two_cores.launch import CORES, run_workers
 from benchmarks.testbed.two_cores.straight import straight_plan
 from planner.formats.cluster import flat_cluster
-from planner.formats.files import write_text
+from planner.formats.files import replace, write_text
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
 from planner.units import parse_bandwidth
 
 FOLDER = Path(__file__).parent
-MODEL = FOLDER / "model.py"
 PICTURE = ROOT / "docs" / "images" / "replan.svg"
-MICROBATCHES = 8
+DRAWN = "emulated"  # case of the picture
+MICROBATCHES = 4
 WINDOW = 10
 PROFILE_S = 6.0
-BEFORE_S, DURING_S, AFTER_S = 12.0, 25.0, 12.0
+BEFORE_S, DURING_S, AFTER_S = 15.0, 35.0, 15.0
 SETTLING_S = 0.5  # of each part, which is left out of its mean
 TIMEOUT_S = 400.0
 
@@ -49,10 +50,17 @@ class Disturbance:
 
     name: str
     bandwidth: str  # of the link between the workers
-    slower: str | None = None  # during the disturbance; None: worker 1's core is taken
+    slower: str | None = None  # during the disturbance
+    emulated: bool = False  # devices, of which one becomes slower
+
+    @property
+    def model(self) -> Path:
+        """The model file."""
+        return FOLDER / ("asleep.py" if self.emulated else "model.py")
 
 
 CASES = (
+    Disturbance("emulated", "1Gbps", emulated=True),
     Disturbance("core", "1Gbps"),
     Disturbance("link", "100Mbps", "10Mbps"),
 )
@@ -88,6 +96,16 @@ def busy_core(core: int) -> Iterator[None]:
 
 
 @contextmanager
+def slow_device(flag: Path) -> Iterator[None]:
+    """Make the emulated device of worker 1 slower."""
+    flag.touch()
+    try:
+        yield
+    finally:
+        flag.unlink()
+
+
+@contextmanager
 def slow_link(net: Network, case: Disturbance) -> Iterator[None]:
     """Shape the link to its slower rate."""
     assert case.slower is not None
@@ -118,8 +136,16 @@ def disturbed(
 def solved(case: Disturbance, folder: Path) -> Plan:
     """Profile the model beside a second process, and return the best plan of two stages."""
     profile = planner.profile(
-        MODEL, batch_size=1, device="cpu", seconds=PROFILE_S, processes=len(CORES)
+        case.model, batch_size=1, device="cpu", seconds=PROFILE_S, processes=len(CORES)
     )
+    if case.emulated:
+        # What an emulated device takes is known.
+        asleep = [
+            replace(layer, forward_s=FORWARD_S, backward_s=2 * FORWARD_S)
+            for layer in profile.layers
+            if layer.parameters
+        ]
+        profile = replace(profile, layers=(*asleep, *profile.layers[len(asleep) :]))
     save_profile(profile, folder / "profile.json")
     cluster = flat_cluster(len(CORES), parse_bandwidth(case.bandwidth))
     plan = straight_plan(profile, cluster, "1f1b-flush", MICROBATCHES)
@@ -136,14 +162,19 @@ def measured(case: Disturbance, plan: Plan, *, replan: bool, folder: Path) -> Ro
         steps = round((BEFORE_S + 0.5 * DURING_S + AFTER_S) / minibatch_s)
 
         times = folder / f"times-{replan}"
-        os.environ["REPLAN_TIMES"] = str(times)
-        arguments = ["train", str(MODEL), "--plan", str(folder / "plan.json"), "--json"]
+        slow = folder / f"slow-{replan}"
+        os.environ |= {"REPLAN_TIMES": str(times), "REPLAN_SLOW": str(slow)}
+        arguments = ["train", str(case.model), "--plan", str(folder / "plan.json"), "--json"]
         arguments += ["--steps", str(steps), "--drift-window", str(WINDOW)]
         if replan:
             arguments.append("--replan")
 
         def disturb() -> AbstractContextManager[None]:
-            return busy_core(CORES[1]) if case.slower is None else slow_link(net, case)
+            if case.emulated:
+                return slow_device(slow)
+            if case.slower is None:
+                return busy_core(CORES[1])
+            return slow_link(net, case)
 
         moments: list[float] = []
         thread = threading.Thread(target=disturbed, args=(times, disturb, moments), daemon=True)
@@ -220,10 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(_cells(case.name, row), file=sys.stderr, flush=True)
         found = results.records(case.name, Row)
         rows += [_cells(case.name, row) for row in found.values()]
-        if options.save and case.name == "core":
+        if options.save and case.name == DRAWN:
             write_text(PICTURE, throughput_svg(found.values(), DURING_S))
     table = tabulate(rows, headers=HEADERS, floatfmt=".1f", tablefmt="github")
-    text = f"Measured, in samples/s: {results.about('core')}\n\n{table}"
+    text = f"Measured, in samples/s: {results.about(DRAWN)}\n\n{table}"
     print(text)
     if options.save:
         write_text(FOLDER / "real.md", text + "\n")
