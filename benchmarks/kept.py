@@ -69,13 +69,21 @@ class Results:
         save: whether to write each record when it is added, so that an interrupted run keeps its
             rows.
         machine: the text that each record has beside its date.
+        name: of the file of records.
     """
 
-    def __init__(self, folder: Path, *, save: bool, machine: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        save: bool,
+        machine: str | None = None,
+        name: str = "results.json",
+    ) -> None:
         self._save = save
         self._machine = machine
         self._folder = folder
-        self._path = folder / "results.json"
+        self._path = folder / name
         self._parts: dict[str, dict[str, dict[str, Any]]] = {}
         if self._path.exists():
             self._parts = json.loads(self._path.read_text(encoding="utf-8"))

@@ -2,41 +2,69 @@
 
     python -m planner.api.corrected FOLDER PROFILE
 
-reads plan.json and run.json in the folder, and writes answer.json. Training comes first: the
-process has the lowest priority.
+reads plan.json, run.json and longer.json in the folder, and writes answer.json. Training comes
+first: the process has the lowest priority.
 """
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from planner.analysis.few_kinds import with_few_kinds
+from planner.analysis.longer_work import all_slower, longer_layers, profile_of_longer
 from planner.analysis.measured_cluster import measured_cluster, on_cluster
+from planner.analysis.recut import recut
 from planner.errors import PlannerError
 from planner.formats.drift import Corrected
 from planner.formats.files import replace, save_record
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline, load_timeline
+from planner.solver.clock import Clock
 from planner.solver.request import Request, options_asked
 from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.terminal import printable
 
+LONGER = "longer.json"  # by layer, how many times as long as profiled it takes
 _NICER = 19
 
 
-def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STANDARD) -> Corrected:
+def corrected(
+    profile: Profile,
+    plan: Plan,
+    run: Timeline,
+    tuning: Tuning = STANDARD,
+    longer: Mapping[str, float] | None = None,
+) -> Corrected:
     """Return what a plan gives on the cluster that a run of it measured, and a faster plan for the
     same minibatches.
 
     Plans nearer to each other than predictions err are the same plan.
+
+    Args:
+        profile: that the plan was solved from.
+        plan: that was run.
+        run: what it measured.
+        tuning: what counts as another device, link or plan.
+        longer: by layer, how many times as long as profiled it took when the plan was solved.
 
     Raises:
         PlanError: for another profile than the plan's.
         InputError: for a run that recorded too little.
     """
     found = measured_cluster(plan, run, tuning.measured)
-    there = on_cluster(profile, plan, found.cluster)
+    cluster = found.cluster
+    longer = dict(longer or {})
+    if all_slower(found, tuning.measured):
+        longer = longer_layers(plan, found.workers, longer)
+        cluster = replace(cluster, kinds=plan.cluster.kinds)
+    work = profile_of_longer(profile, longer)
+    if plan.profile_digest == profile.digest:  # or it is refused
+        plan = replace(plan, profile_digest=work.digest)
+    there = on_cluster(work, plan, cluster)
     expected_s = there.predicted.seconds_per_minibatch
 
     options = replace(
@@ -44,12 +72,32 @@ def corrected(profile: Profile, plan: Plan, run: Timeline, tuning: Tuning = STAN
         time_limit_s=tuning.measured.solving_s,
         accept_divided_loss=True,  # it was accepted, or else the plan would not run
     )
-    better = solve(Request.of(profile, found.cluster, options, tuning))
+    searched = with_few_kinds(cluster, tuning.mixed.most_kinds)
+    better = solve(Request.of(work, searched, options, tuning))
+    if searched != cluster:
+        better = on_cluster(work, better, cluster)
+    # A run does not move to a plan that leaves workers idle, and noise makes many kinds.
+    if better.workers < plan.workers or searched != cluster:
+        clock = Clock.of(tuning.measured.solving_s)
+        better = _preferred(better, recut(work, plan, cluster, clock), expected_s, tuning)
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
         return Corrected(expected_s=expected_s)
-    return Corrected(expected_s=expected_s, better=better)
+    # The next answer begins with the profile as it was, too.
+    better = replace(better, profile_digest=profile.digest)
+    return Corrected(expected_s=expected_s, better=better, longer=longer)
+
+
+def _preferred(better: Plan, busy: Plan, expected_s: float, tuning: Tuning) -> Plan:
+    """Return the plan to move to: of those that have work for all workers the faster one, if it is
+    faster than what is run.
+    """
+    busy_s = busy.predicted.seconds_per_minibatch
+    if better.workers == busy.workers and better.predicted.seconds_per_minibatch <= busy_s:
+        return better
+    pays = expected_s / busy_s >= 1 + tuning.measured.same_pace
+    return busy if pays or better.workers == busy.workers else better
 
 
 def main(folder: Path, profile: Path) -> int:
@@ -60,6 +108,7 @@ def main(folder: Path, profile: Path) -> int:
             load_profile(profile),
             load_plan(folder / "plan.json"),
             load_timeline(folder / "run.json"),
+            longer=json.loads((folder / LONGER).read_text("utf-8")),
         )
     except PlannerError as error:
         sys.stderr.write(f"{printable(error.message)}\n")

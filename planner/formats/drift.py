@@ -1,8 +1,13 @@
 """What a run found of its devices and links that its plan expects otherwise."""
 
+from collections.abc import Mapping
+
+from pydantic import Field
+
 from planner.formats.files import Record
 from planner.formats.plan import Plan
 
+_AS_PLANNED = 1.25  # seconds relative to the plan's
 _FEW = 8  # stages whose layers are counted in a line
 
 
@@ -40,6 +45,13 @@ class Drift(Record):
     better_config: str | None = None
     better_samples_per_s: float | None = None
     why_not: str = ""
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether all that changed is about as the plan expects it, again."""
+        ratios = [worker.ratio for worker in self.workers]
+        ratios += [route.ratio for route in self.routes]
+        return all(1 / _AS_PLANNED < ratio < _AS_PLANNED for ratio in ratios)
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -110,3 +122,5 @@ class Corrected(Record):
 
     expected_s: float  # simulated seconds per minibatch of the plan that was run
     better: Plan | None = None  # for as many samples, maybe on fewer workers
+    # By layer, how many times as long as profiled it takes, where the work became longer.
+    longer: Mapping[str, float] = Field(default_factory=dict)

@@ -130,7 +130,7 @@ class DriftOptions(Options):
     window: int = option(
         50,
         "compare computations and messages with the plan after every N minibatches, and say where "
-        "they differ for two windows in a row; 0: never",
+        "they differ for long; 0: never",
         "N",
         flag="--drift-window",
         least=0,

@@ -5,10 +5,18 @@
 
 Single windows are noisy: another process ran, a disk was slow. So only what lasts for several
 windows in a row counts, and only what costs a share of a minibatch's time.
+
+How many windows it takes depends on the noise of the worker or route in the windows before:
+
+    noise  = root mean square of ln(ratio) - median of ln(ratio), of the windows before
+    clear  : |ln(ratio) - median of ln(ratio) before| >= 4 noise, in each window of the row
+
+What is clear is certain after a window and the half before it, and nothing else can be waited for.
+All the rest takes two windows, and is certain enough for a move after two more.
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -27,6 +35,7 @@ from planner.simulator.measured_ratios import (
 from planner.simulator.simulate_plan import default_minibatches, simulate
 
 _MOST_UNITS = 4000  # of work that are simulated before a run: a fraction of a second
+_REMEMBERED = 20  # windows, whose noise counts
 _MOST_S = 5.0  # for plans of which two minibatches are more
 _Computation = tuple[int, int, str]  # rank, stage, kind
 _Route = tuple[str, int, int, tuple[int, int]]  # kind, sender, receiver, stages
@@ -53,7 +62,16 @@ class DriftLimits:
     planned_share: float = 0.005
 
     # Windows in a row for which it must last.
-    windows: int = 2
+    windows: float = 2.0
+
+    # Windows in a row where it is clear beside the noise: the later half of one, and the next.
+    clear_windows: float = 1.5
+
+    # Difference that is clear, in units of the noise of the windows before, which are so many at
+    # least and count as noisy as this at least.
+    clear_noises: float = 4.0
+    fewest_before: int = 3
+    least_noise: float = 0.05
 
     # Computations of a worker, or messages of a route, for a median.
     fewest: int = 5
@@ -74,6 +92,16 @@ class Parting(NamedTuple):
     since: int
     workers: Mapping[int, float]  # by rank
     routes: Mapping[tuple[int, int], float]  # by pair of ranks
+    clear: bool = False  # beside the noise of the windows before
+
+
+class _Seen(NamedTuple):
+    """What a window shows of a worker or route."""
+
+    key: Hashable
+    ratio: float  # 1 where only some computations are slower
+    middle: float  # the median of all
+    planned_s: float  # per minibatch
 
 
 @dataclass(frozen=True)
@@ -124,9 +152,25 @@ class _Subject:
 
     known: float = 1.0  # ratio to the plan, of which the user was told
     side: int = 0  # 1: slower than that, -1: faster
-    windows: int = 0  # in a row
+    windows: float = 0.0  # in a row; the later half of a window counts as half of one
+    clear: bool = False  # in all windows of the row
     since: int = 0
     newest: float = 1.0
+    # ln(ratio) of the windows of the row, and of those before it
+    row: list[float] = field(default_factory=list)
+    before: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def end_row(self) -> None:
+        """Count the windows of the row as noise: what was seen in them is gone."""
+        self.before.extend(self.row)
+        self.row.clear()
+        self.windows = 0.0
+
+    def noises(self, ratio: float, least: float) -> float:
+        """Return the difference from the windows before, in units of their noise."""
+        usual = median(self.before)
+        noise = math.sqrt(fmean((each - usual) ** 2 for each in self.before))
+        return abs(math.log(ratio) - usual) / max(noise, least)
 
 
 @dataclass
@@ -142,25 +186,43 @@ class DriftJudge:
 
     def look(self, window: Window) -> Parting | None:
         """Return what has parted from the plan for long enough; None where nothing has."""
+        middle = (window.first + window.end) // 2
+        late = {seen.key: seen for seen in self._later(window, middle)}
         certain = False
-        for key, ratio, planned_s in self._ratios(window.events):
-            subject = self._subjects[key]
-            self._see(subject, ratio, planned_s, window.first)
-            certain = certain or subject.windows >= self.limits.windows
+        for seen in self._ratios(window.events):
+            subject = self._subjects[seen.key]
+            half = late.get(seen.key, seen)
+            if self._side(subject, seen) != 0:
+                self._see(subject, seen, window.first, 1.0)
+            elif self._side(subject, half) != 0:  # disturbances begin within a window
+                subject.end_row()
+                self._see(subject, half, middle, 0.5)
+            else:
+                subject.end_row()
+                subject.before.append(math.log(seen.middle))
+            certain = certain or self._is_certain(subject)
         return self._told() if certain else None
 
-    def _ratios(self, events: Sequence[Event]) -> Iterator[tuple[Hashable, float, float]]:
-        """Yield workers and routes, their ratios, and their planned seconds per minibatch."""
-        for rank, ratio in self._worker_ratios(events):
-            yield rank, ratio, self.expected.busy_s[rank]
+    def _later(self, window: Window, middle: int) -> Iterator[_Seen]:
+        """Yield what the later half of a window shows, if its last quarter shows any change."""
+        later = [event for event in window.events if event.minibatch >= middle]
+        last = (middle + window.end) // 2
+        newest = [event for event in later if event.minibatch >= last]
+        if any(self._side(self._subjects[seen.key], seen) for seen in self._ratios(newest)):
+            yield from self._ratios(later)
+
+    def _ratios(self, events: Sequence[Event]) -> Iterator[_Seen]:
+        """Yield what some minibatches show of workers and routes."""
+        for rank, ratio, middle in self._worker_ratios(events):
+            yield _Seen(rank, ratio, middle, self.expected.busy_s[rank])
         found = list(self._transfers(events))
         for pair, route in route_ratios(found).items():
             planned_s = self._planned_s(pair)
             counts = planned_s >= self.limits.planned_share * self.expected.minibatch_s
             if counts and route.messages >= self.limits.fewest:
-                yield pair, 1 / route.ratio, planned_s
+                yield _Seen(pair, 1 / route.ratio, 1 / route.ratio, planned_s)
 
-    def _worker_ratios(self, events: Sequence[Event]) -> Iterator[tuple[int, float]]:
+    def _worker_ratios(self, events: Sequence[Event]) -> Iterator[tuple[int, float, float]]:
         found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for event in of_units(events):
             planned_s = self.expected.computations_s.get(_computation(event), 0.0)
@@ -168,18 +230,23 @@ class DriftJudge:
                 found[event.rank].append((event.end_s - event.start_s, planned_s))
         for rank, pairs in sorted(found.items()):
             if len(pairs) >= self.limits.fewest:
-                yield rank, self._typical(pairs)
+                yield rank, *self._typical(pairs)
 
-    def _typical(self, pairs: Sequence[tuple[float, float]]) -> float:
-        """Return the ratio of (measured, planned) seconds; 1 where only some are slower."""
+    def _typical(self, pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Return the ratio of (measured, planned) seconds, 1 where only some are slower; and its
+        median.
+        """
         if self.expected.by_sums:
-            return sum(measured_s for measured_s, _ in pairs) / sum(s for _, s in pairs)
+            ratio = sum(measured_s for measured_s, _ in pairs) / sum(s for _, s in pairs)
+            return ratio, ratio
         ratios = sorted(measured_s / planned_s for measured_s, planned_s in pairs)
         most = ratios[int((1 - self.limits.slower_share) * len(ratios))]
         middle = weighted_median(
             (measured_s / planned_s, planned_s) for measured_s, planned_s in pairs
         )
-        return 1.0 if middle > 1 and most < (1 + middle) / 2 else middle
+        if middle > 1 and most < (1 + middle) / 2:
+            return 1.0, middle
+        return middle, middle
 
     def _transfers(self, events: Sequence[Event]) -> Iterator[Transfer]:
         for message, measured_s in transfers(events, waited=True):
@@ -196,38 +263,55 @@ class DriftJudge:
                 ways[sender] += seconds * self.expected.per_minibatch[route]
         return max(ways.values(), default=0.0)
 
-    def _see(self, subject: _Subject, ratio: float, planned_s: float, first: int) -> None:
-        change = ratio / subject.known
-        side = 0
-        if change >= self.limits.ratio:
-            side = 1
-        elif change <= 1 / self.limits.ratio:
-            side = -1
-        difference_s = abs(ratio - subject.known) * planned_s
+    def _side(self, subject: _Subject, seen: _Seen) -> int:
+        """Return whether a worker or route is slower (1) or faster (-1) than known; 0: neither."""
+        difference_s = abs(seen.ratio - subject.known) * seen.planned_s
         if difference_s < self.limits.cost_share * self.expected.minibatch_s:
-            side = 0
+            return 0
+        change = seen.ratio / subject.known
+        if change >= self.limits.ratio:
+            return 1
+        if change <= 1 / self.limits.ratio:
+            return -1
+        return 0
 
-        if side == 0 or side != subject.side:
-            subject.windows = 0
+    def _see(self, subject: _Subject, seen: _Seen, first: int, share: float) -> None:
+        """Take note of minibatches from `first` on, a share of a window."""
+        side = self._side(subject, seen)
+        if side != subject.side or subject.windows == 0:
+            subject.end_row()
             subject.since = first
+            subject.clear = True
         subject.side = side
-        subject.windows += side != 0
-        subject.newest = ratio
+        subject.windows += share
+        subject.clear = subject.clear and self._is_clear(subject, seen)
+        subject.newest = seen.ratio
+        subject.row.append(math.log(seen.middle))
+
+    def _is_clear(self, subject: _Subject, seen: _Seen) -> bool:
+        limits = self.limits
+        if len(subject.before) < limits.fewest_before:
+            return False
+        return subject.noises(seen.ratio, limits.least_noise) >= limits.clear_noises
+
+    def _is_certain(self, subject: _Subject) -> bool:
+        limits = self.limits
+        return subject.windows >= (limits.clear_windows if subject.clear else limits.windows)
 
     def _told(self) -> Parting:
         """Return all that has parted for long enough, which is known from now on."""
-        parted = {
-            key: subject
-            for key, subject in self._subjects.items()
-            if subject.windows >= self.limits.windows
-        }
+        parted = {key: each for key, each in self._subjects.items() if self._is_certain(each)}
+        clear = any(each.clear for each in parted.values())
         for subject in parted.values():
             subject.known = subject.newest
-            subject.windows = 0
+            subject.windows = 0.0
+            subject.row.clear()
+            subject.before.clear()
         return Parting(
             since=min(subject.since for subject in parted.values()),
             workers={key: each.newest for key, each in parted.items() if isinstance(key, int)},
             routes={key: each.newest for key, each in parted.items() if isinstance(key, tuple)},
+            clear=clear,
         )
 
 

@@ -112,6 +112,8 @@ def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
     """Return the stage that worker `rank` is at, or else the first stage that it holds."""
     if beat is not None and beat.stage is not None:
         return beat.stage
+    if beat is not None and beat.holds is not None:
+        return beat.holds
     return next((index for index, stage in enumerate(job.plan.stages) if rank in stage.ranks), None)
 
 

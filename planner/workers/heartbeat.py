@@ -26,7 +26,9 @@ class Beat(Record):
     # script's own code.
     state: State
     doing: str  # in a sentence: "in the forward of minibatch 17"
-    stage: int | None = None
+    stage: int | None = None  # of an instruction
+    # The first stage that the worker has. None: that of the plan that it was started with.
+    holds: int | None = None
     slowest_s: float = 0.0  # the longest instruction so far
     device: "Beat | None" = None  # what the device is at, where the host is ahead of it
 
@@ -47,6 +49,7 @@ class Heartbeat:
         self._slowest_s = 0.0
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
+        self._holds: int | None = None
         # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or
         # a phase.
         self._now: tuple[int, Instruction | _Phase, bool] = (
@@ -76,6 +79,10 @@ class Heartbeat:
         """
         self._enter(_Phase(activity, "waiting" if meeting else "preparing"))
 
+    def hold(self, stage: int) -> None:
+        """Record the worker's first stage, where the run has moved to another plan."""
+        self._holds = stage
+
     def leave_to_script(self) -> None:
         """Record that the user's script goes on, for as long as it likes while no other worker
         waits for it.
@@ -103,6 +110,7 @@ class Heartbeat:
                 beats=beats,
                 state=what.state,
                 doing=f"while {what.activity}",
+                holds=self._holds,
                 slowest_s=self._slowest_s,
             )
         else:
@@ -127,6 +135,7 @@ class Heartbeat:
             state="waiting" if isinstance(instruction, Message | do.AllReduce) else "computing",
             doing=_words(instruction, self._last_backward, evaluating=evaluating),
             stage=instruction.stage,
+            holds=self._holds,
             slowest_s=slowest_s,
         )
 

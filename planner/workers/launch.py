@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from planner import hashes
 from planner.errors import InputError, WorkerError
 from planner.formats.files import replace, save_record
-from planner.formats.held_folder import held_folder
+from planner.formats.held_folder import held_folder, remove_abandoned
 from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
@@ -95,6 +95,7 @@ def run_workers(
             try:
                 start_workers(store, job.plan.workers, (module, str(job_path)), str(folder))
             except ChildFailedError as cause:
+                remove_abandoned(Path(job.elastic.copy_folder))  # killed while the run moved
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
                 error = explain(exit_codes, own_keys(store), job, first)
                 raise error from error.__cause__

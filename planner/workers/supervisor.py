@@ -307,7 +307,7 @@ class Supervisor:
 
     def _lost(self, reason: str) -> WorkerError:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        name = worker_name(self._rank, stage_of(self._job, self._rank, None))
+        name = worker_name(self._rank, stage_of(self._job, self._rank, self._heartbeat.read()))
         return WorkerError(
             f"{name}, {self._heartbeat.read().doing}: lost torchrun's store at {place}: {reason}",
             hint="its host or the link to it is down, or another worker failed first: see the "

@@ -7,6 +7,7 @@ most runs.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -149,6 +150,7 @@ def _worker(
     variables: dict[str, str],
 ) -> None:
     os.environ.update(variables)
+    gc.freeze()  # what the process before had imported; collections take half a second otherwise
     torch.set_num_threads(1)
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:

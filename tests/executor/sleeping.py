@@ -15,7 +15,6 @@ from planner.formats.profile import Profile
 from tests.executor.plans import make_plan, structural_profile
 
 FORWARD_S = 0.004
-BACKWARD_S = 0.008
 WIDTH = 16
 BATCH_SIZE = 4
 MODEL = """
@@ -68,10 +67,16 @@ def dataset():
 """
 
 
-def write_sleeping(folder: Path, layers: int = 4, samples: int = 100_000, length: int = 1) -> Path:
+def write_sleeping(
+    folder: Path,
+    layers: int = 4,
+    samples: int = 100_000,
+    length: int = 1,
+    forward_s: float = FORWARD_S,
+) -> Path:
     """Write the model file, whose messages have `length` times 256 bytes; return its path."""
     path = folder / "sleeping.py"
-    numbers = f"{layers}, {FORWARD_S}, {BACKWARD_S}, {WIDTH}, {length}"
+    numbers = f"{layers}, {forward_s}, {2 * forward_s}, {WIDTH}, {length}"
     text = MODEL.replace("{numbers}", numbers).replace("{samples}", str(samples))
     path.write_text(text, encoding="utf-8")
     return path

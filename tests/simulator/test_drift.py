@@ -90,6 +90,39 @@ def test_one_bad_window_is_noise(plan: Plan) -> None:
     assert not told(judge, (window_on(plan, each, n) for n, each in enumerate(clusters)))
 
 
+def test_what_is_clear_needs_no_second_window(plan: Plan) -> None:
+    judge = DriftJudge(Expectation.of(plan))
+    slow = slower(PLANNED, 1.0, 1.0, 0.5, 1.0)
+    quiet = [window_on(plan, PLANNED, n) for n in range(5)]
+    assert not told(judge, iter(quiet))
+
+    # It begins in the middle of a window.
+    before = window_on(plan, PLANNED, 5)
+    after = window_on(plan, slow, 5)
+    middle = before.first + MINIBATCHES // 2
+    events = [event for event in before.events if event.minibatch < middle]
+    events += [event for event in after.events if event.minibatch >= middle]
+    assert judge.look(before._replace(events=events)) is None
+    parting = judge.look(window_on(plan, slow, 6))
+
+    assert parting is not None
+    assert parting.clear
+    assert parting.since == middle
+
+
+def test_after_bursts_a_second_window_is_needed(plan: Plan) -> None:
+    judge = DriftJudge(Expectation.of(plan))
+    burst = slower(PLANNED, 1.0, 1.0, 0.3, 1.0)
+    slow = slower(PLANNED, 1.0, 1.0, 0.7, 1.0)
+    clusters = [PLANNED, burst, PLANNED, PLANNED, burst, PLANNED, slow]
+    assert not told(judge, (window_on(plan, each, n) for n, each in enumerate(clusters)))
+
+    parting = judge.look(window_on(plan, slow, 7))
+
+    assert parting is not None
+    assert not parting.clear
+
+
 def test_noise_of_every_computation_is_no_drift(plan: Plan) -> None:
     judge = DriftJudge(Expectation.of(plan))
     windows = (window_on(plan, PLANNED, n, noise=0.4) for n in range(30))

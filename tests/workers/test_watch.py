@@ -25,7 +25,7 @@ from planner.schedule.instructions import (
     Unit,
     Update,
 )
-from planner.workers.failures import innermost
+from planner.workers.failures import innermost, stage_of
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 from planner.workers.watch import HangDetector, Page
@@ -59,6 +59,18 @@ def beat_of(*instructions: Instruction) -> Beat:
     for instruction in instructions:
         heartbeat.begin(instruction)
     return heartbeat.read()
+
+
+def test_a_worker_that_moved_is_named_with_its_stage_of_today(model: Path) -> None:
+    job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
+    heartbeat = Heartbeat()
+    heartbeat.enter("building its stages")
+    assert stage_of(job, 1, heartbeat.read()) == 1
+    heartbeat.hold(0)  # under another plan
+    heartbeat.enter("waiting for the others", meeting=True)
+    assert stage_of(job, 1, heartbeat.read()) == 0
+    heartbeat.begin(RECEIVE)
+    assert stage_of(job, 1, heartbeat.read()) == RECEIVE.stage
 
 
 class Clock:

@@ -1,9 +1,10 @@
 """Hand the state of a run over to another plan, from worker to worker and without a disk.
 
-The way is that of runs that lose hosts. Each worker writes the files of its stages into the memory
-of its host, hosts send each other what their workers lack, and each worker restores its stages of
-the new plan from these files, which are those of a checkpoint. So a run that changes its plan does
-what one does that stops with a checkpoint and resumes.
+A stage that stays on its workers keeps its tensors: `planner.executor.checkpoint.staying`. For all
+others the way is that of runs that lose hosts. Each worker writes the files of its stages into the
+memory of its host, hosts send each other what their workers lack, and each worker restores its
+stages of the new plan from these files, which are those of a checkpoint. So a run that changes its
+plan does what one does that stops with a checkpoint and resumes.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from planner.executor.checkpoint.stage_parts import (
     restore_stage,
     write_part,
 )
+from planner.executor.checkpoint.staying import StayingStage, take_staying
 from planner.executor.communication.control import control_group, share
 from planner.formats.files import replace
 from planner.formats.held_folder import held_folder
@@ -43,6 +45,7 @@ class Handover:
     """The state of a run in the memories of its hosts, on its way to another plan."""
 
     saved: SavedCheckpoint  # of this worker's stages under the new plan
+    staying: dict[int, StayingStage]  # of which no file has anything, by their new numbers
     held: ExitStack  # removes the files of this host, where this worker made their folder
 
     @property
@@ -54,7 +57,11 @@ class Handover:
         """Fill a worker's stages of the new plan."""
         self.saved.check_fits(job.plan, job.seed)
         for own in stages:
-            restore_stage(own, self.saved)
+            if own.stage in self.staying:
+                # One after the other, so that the old weights of one stage at a time are there.
+                self.staying.pop(own.stage).restore(own)
+            else:
+                restore_stage(own, self.saved)
 
     def finish(self) -> None:
         """Remove the files; all workers call it when they have restored their stages."""
@@ -79,8 +86,9 @@ def hand_over(
     servers = [int(text) for text in share(str(own_seat().server), group)]
     folder = _folder(Path(job.elastic.copy_folder), servers, held, group)
 
-    # 1. Write what this worker has.
-    written = _written(folder, stages)
+    # 1. Write what this worker has, but for stages that stay.
+    staying, leaving = take_staying(job.plan, after, stages)
+    written = _written(folder, leaving)
     reports = [
         WorkerPart.model_validate_json(text) for text in share(written.model_dump_json(), group)
     ]
@@ -105,7 +113,7 @@ def hand_over(
 
     layers = _layers(after, [dist.get_rank()])
     parts = replace(index, parts=index.parts_with(layers))
-    return Handover(SavedCheckpoint(folder, parts), held)
+    return Handover(SavedCheckpoint(folder, parts), staying, held)
 
 
 def _folder(

@@ -8,6 +8,7 @@
 No worker waits for any of it: windows that worker 0 has not read in time are left out.
 """
 
+import json
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,10 +30,11 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from planner.errors import InputError, PlannerError, first_line
 from planner.executor.observe.recording import clock_offsets
 from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
+from planner.executor.run.drift_lines import DriftLines
 from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
 from planner.formats.held_folder import held_folder
-from planner.formats.plan import Plan, save_plan
+from planner.formats.plan import save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
 from planner.workers.meeting import nth_time, worker_store
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from planner.executor.run.context import PipelineContext
 
 ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
+LONGER = "longer.json"  # a question's, too; see `Corrected.longer`
 _SOLVER = "planner.api.corrected"  # the module that answers
 _KEPT = 4  # windows of a worker in the store: the next one takes the place of the oldest
 _LOOKS_EVERY_S = 0.5
@@ -50,6 +53,7 @@ _CONNECT = timedelta(seconds=60)
 _JOIN_S = 5.0
 _FOUND = "found"
 _LIMITS = DriftLimits()
+_WINDOWS = 2  # of which the newest are solved for
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +84,11 @@ class Told(Record):
 class DriftListener(Protocol):
     """Who is told on worker 0, by the thread that watches."""
 
-    def consider(self, drift: Drift, better: Plan | None) -> None: ...
+    @property
+    def longer(self) -> Mapping[str, float]:
+        """By layer, how many times as long as profiled it took when the plan was solved."""
+
+    def consider(self, drift: Drift, answer: Corrected | None, *, clear: bool) -> None: ...
     def look(self, end: int) -> None: ...
 
 
@@ -98,6 +106,7 @@ class DriftWatch:
         self._minibatch_size = context.minibatch_size
         self._listener = listener
         self.found: list[Drift] = []  # on worker 0
+        self._lines = DriftLines()
 
         store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
@@ -113,7 +122,7 @@ class DriftWatch:
         if self._rank == 0:
             self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
-        self._judged: deque[Window] = deque(maxlen=_LIMITS.windows)
+        self._judged: deque[Window] = deque(maxlen=_WINDOWS)
         self._hosts: list[str] = []
         self._queue: queue.SimpleQueue[WindowNotes | None] = queue.SimpleQueue()
         self._ending = threading.Event()
@@ -213,20 +222,25 @@ class DriftWatch:
         self._judged.append(window)
         self._hosts = [each.host for each in told]
         parting = judge.look(window)
-        if parting is not None:
-            self._tell_all(*self._answered(parting))
+        if parting is None:
+            told_now = self._lines.passed()
+        else:
+            drift, answer = self._answered(parting)
+            told_now = self._lines.found(drift)
+            if self._listener is not None:
+                self._listener.consider(drift, answer, clear=parting.clear)
+        if told_now is not None:
+            self._tell_all(told_now)
         if self._listener is not None:
             self._listener.look(first.end)
 
-    def _tell_all(self, drift: Drift, better: Plan | None) -> None:
+    def _tell_all(self, drift: Drift) -> None:
         self.found.append(drift)
         self._store.set(_FOUND, drift.model_dump_json())
         _log.warning("%s", drift)
-        if self._listener is not None:
-            self._listener.consider(drift, better)
 
-    def _answered(self, parting: Parting) -> tuple[Drift, Plan | None]:
-        """Return what parted, and the plan that would be faster now."""
+    def _answered(self, parting: Parting) -> tuple[Drift, Corrected | None]:
+        """Return what parted, and what solving again answered."""
         stages = {
             rank: n for n, each in reversed([*enumerate(self._plan.stages)]) for rank in each.ranks
         }
@@ -247,12 +261,12 @@ class DriftWatch:
             measured_samples_per_s=newest.samples_per_s,
         )
         try:
-            answer = self._solved_again()
+            answer = self._solved_again(parting.since)
         except PlannerError as error:
             return replace(drift, why_not=error.message), None
         expected = self._minibatch_size / answer.expected_s
         if answer.better is None:
-            return replace(drift, expected_samples_per_s=expected), None
+            return replace(drift, expected_samples_per_s=expected), answer
         better_s = answer.better.predicted.seconds_per_minibatch
         drift = replace(
             drift,
@@ -260,9 +274,9 @@ class DriftWatch:
             better_config=plan_words(answer.better),
             better_samples_per_s=self._minibatch_size / better_s,
         )
-        return drift, answer.better
+        return drift, answer
 
-    def _solved_again(self) -> Corrected:
+    def _solved_again(self, since: int) -> Corrected:
         """Ask another process, which solves for what was measured; raise PlannerError without an
         answer.
         """
@@ -271,7 +285,9 @@ class DriftWatch:
             raise PlannerError("the run was given no `profile`")
         with held_folder("drift") as folder:
             save_plan(self._plan, folder / "plan.json")
-            save_timeline(self._timeline(), folder / "run.json")
+            save_timeline(self._timeline(since), folder / "run.json")
+            longer = {} if self._listener is None else dict(self._listener.longer)
+            (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
             self._solving = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -284,9 +300,11 @@ class DriftWatch:
                 raise PlannerError(last or "the search was ended")
             return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
 
-    def _timeline(self) -> Timeline:
-        """Return what was recorded of the newest windows as a run."""
-        events = [event for window in self._judged for event in window.events]
+    def _timeline(self, since: int) -> Timeline:
+        """Return as a run what was recorded of the newest windows since something parted."""
+        events = [
+            event for window in self._judged for event in window.events if event.minibatch >= since
+        ]
         start_s = min(event.start_s for event in events)
         moved = [
             event._replace(start_s=event.start_s - start_s, end_s=event.end_s - start_s)

@@ -26,6 +26,7 @@ from planner.executor.run.plan_part import Kept, PlanPart
 from planner.executor.run.replan import Replanner
 from planner.formats.drift import Drift
 from planner.formats.files import replace
+from planner.formats.plan import Plan
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.workers.heartbeat import Heartbeat
@@ -91,6 +92,7 @@ def arrive(
 
     job = leaving.job
     heartbeat = leaving.heartbeat
+    heartbeat.hold(_first_stage(job.plan))
     heartbeat.enter("building its stages of another plan")
     context = pipeline_context(job, spec_of(job), leaving.place, heartbeat)
     context.await_models()
@@ -109,3 +111,9 @@ def arrive(
     seconds = time.perf_counter() - leaving.began_s
     replanner.moved(job.plan, leaving.handover.minibatch, seconds)
     return part
+
+
+def _first_stage(plan: Plan) -> int:
+    """Return the first stage that this worker has under a plan."""
+    rank = dist.get_rank()
+    return next(number for number, stage in enumerate(plan.stages) if rank in stage.ranks)

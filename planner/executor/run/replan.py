@@ -4,18 +4,18 @@
     cost = seconds that training stands still: of the last move, or of the start of the run
 
 A move must gain `replan_gain` times what it costs, and after one the next is at least ten times its
-cost away. It is decided two windows after the run was seen to part from its plan, if it has not
-come back to it by then.
+cost away. What is clear beside the noise of the windows before, and has lasted as long as a move
+takes, is decided at once. All else is decided two windows later, if the run has not come back to
+its plan by then.
 
-Worker 0 decides beside training. At the end of each window every worker asks the store whether the
+Worker 0 decides beside training. Several times in a window every worker asks the store whether the
 plan ends there: the first to ask, or worker 0, settles it for all.
 """
 
 import logging
 import math
-import os
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # PyTorch exports it by a star import.
@@ -23,8 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.drift_watch import connection
-from planner.formats.drift import Drift, Move, plan_words
-from planner.formats.held_folder import remove_abandoned
+from planner.formats.drift import Corrected, Drift, Move, plan_words
 from planner.formats.plan import Plan
 from planner.plan.rank_groups import sample_parts
 from planner.units import format_seconds
@@ -33,6 +32,7 @@ from planner.workers.meeting import nth_time
 from planner.workers.secret_store import Part, record_in
 
 _REST = 10  # times the cost of a move, until the next one
+_POINTS = 5  # of a window, at which a plan may end
 # Windows after which a plan is still to be better: what was only noise is told of by then.
 _CONFIRMED = 2
 _GOES_ON = "go"
@@ -44,6 +44,7 @@ class _Better(NamedTuple):
     """A plan that would be faster, and by how much."""
 
     plan: Plan
+    longer: Mapping[str, float]  # layers
     saved_s: float  # per minibatch
 
 
@@ -55,7 +56,7 @@ class Replanner:
         self._plan = job.plan
         self._gain = job.drift.replan_gain
         self._rank = rank
-        self._window = job.drift.window
+        self._every = max(1, job.drift.window // _POINTS)
         self._minibatches = minibatches
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0
@@ -63,6 +64,10 @@ class Replanner:
         self._unconfirmed = 0  # windows that are to pass before the decision
         self._decided = False
         self._store = store
+        # By layer, how many times as long as profiled it took when the plan was solved: on
+        # worker 0.
+        self.longer: Mapping[str, float] = {}
+        self._longer_next: Mapping[str, float] = {}
 
     @classmethod
     def of(cls, context: PipelineContext) -> "Replanner | None":
@@ -70,9 +75,6 @@ class Replanner:
         job = context.job
         if not job.drift.replan or job.baseline is not None:
             return None
-        # Of a run that was killed while it moved.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            remove_abandoned(Path(job.elastic.copy_folder))
         store = connection()
         own = Part(f"replan/{nth_time(store, 'replan')}", store)
         return cls(job, context.rank, context.minibatches, own)
@@ -83,19 +85,25 @@ class Replanner:
 
     # In the thread that watches, of worker 0
 
-    def consider(self, drift: Drift, better: Plan | None) -> None:
-        """Take note of a plan that would be faster on what was measured last, or of none."""
+    def consider(self, drift: Drift, answer: Corrected | None, *, clear: bool) -> None:
+        """Take note of a plan that would be faster on what was measured last, or of none; `clear`
+        beside noise.
+        """
         self._better = None
-        if better is None or drift.expected_samples_per_s is None:
+        better = None if answer is None else answer.better
+        if answer is None or better is None or drift.expected_samples_per_s is None:
             return
         if obstacle := self._obstacle(better):
             _log.warning("the run does not move to %s: %s", plan_words(better), obstacle)
             return
         assert drift.better_samples_per_s is not None
         samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
+        lasted_s = (drift.seen - drift.since) * samples / drift.measured_samples_per_s
         saved_s = samples / drift.expected_samples_per_s - samples / drift.better_samples_per_s
-        self._better = _Better(better, saved_s)
+        self._better = _Better(better, answer.longer, saved_s)
         self._unconfirmed = _CONFIRMED
+        if clear and lasted_s >= self._cost_s:
+            self._unconfirmed = 0
 
     def look(self, end: int) -> None:
         """Decide, after a window that ended with minibatch `end`, whether to move."""
@@ -106,7 +114,7 @@ class Replanner:
             return
         if time.monotonic() < self._rests_until_s:
             return
-        plan, saved_s = self._better
+        plan, longer, saved_s = self._better
         self._better = None
         left = self._minibatches - end
         pays = left * saved_s >= self._gain * self._cost_s
@@ -120,12 +128,13 @@ class Replanner:
             self._gain,
         )
         if pays:
+            self._longer_next = longer
             self._settle(plan, end)
 
     def _settle(self, plan: Plan, end: int) -> None:
         self._store.set(self._key("plan"), plan.model_dump_json())
-        first = (end // self._window + 1) * self._window
-        for point in range(first, self._minibatches, self._window):
+        first = (end // self._every + 1) * self._every
+        for point in range(first, self._minibatches, self._every):
             if self._store.compare_set(self._key(point), "", _ENDS) == _ENDS.encode():
                 self._decided = True
                 return
@@ -142,7 +151,7 @@ class Replanner:
 
     def ends_at(self, minibatch: int) -> bool:
         """Return whether the plan ends before a minibatch; the same on all workers."""
-        if minibatch % self._window:
+        if minibatch % self._every:
             return False
         return self._store.compare_set(self._key(minibatch), "", _GOES_ON) == _ENDS.encode()
 
@@ -162,6 +171,7 @@ class Replanner:
         )
         self.moves.append(move)
         self._plan = plan
+        self.longer = self._longer_next
         self._decided = False
         self._cost_s = seconds
         self._rests_until_s = time.monotonic() + _REST * seconds

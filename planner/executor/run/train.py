@@ -32,6 +32,7 @@ from planner.executor.run.move import arrive, leave
 from planner.executor.run.plan_part import Kept, PlanPart
 from planner.executor.run.replan import Replanner
 from planner.formats.files import replace
+from planner.formats.held_folder import remove_abandoned
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
@@ -134,6 +135,7 @@ def train(
     if began_s is None:
         began_s = time.perf_counter()
     context.await_models()
+    _remove_left_state(context.job)
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm,
     # evaluation.
     groups = Groups.create(context)
@@ -196,6 +198,12 @@ def train(
         moves=moves,
         late_failures=tuple(late),
     )
+
+
+def _remove_left_state(job: Job) -> None:
+    """Remove what runs that were killed while they moved left in the memory of this host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_abandoned(Path(job.elastic.copy_folder))
 
 
 def _train_all(

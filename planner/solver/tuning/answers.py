@@ -150,6 +150,8 @@ class MeasuredTuning:
     """Of `planner.analysis.measured_cluster`: what of a run counts as planned."""
 
     same_speed: float = 0.05  # computations of equal devices differ by so much between two runs
+    # The fastest of all workers, where the work is longer, and no device slower.
+    all_slower: float = 0.9
     same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
     fewest: int = 5  # computations of a worker, or messages of a level, for a median
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import planner
+from planner.executor.checkpoint.staying import staying_stages
 from planner.executor.communication.control import join_group
 from planner.executor.run import drift_watch
 from planner.executor.run.build_context import pipeline_context
@@ -24,74 +25,85 @@ from planner.options.training import CheckpointOptions, DriftOptions, TrainingOp
 from planner.workers.job import Job, TrainResult
 from planner.workers.place import CPU
 from tests.executor.plans import make_plan, scattered, sharded
-from tests.executor.processes import run_jobs, run_workers
+from tests.executor.processes import run_workers
 from tests.executor.sleeping import sleeping_profile, write_sleeping
 
 WINDOW = 10
-STEPS = 165
+STEPS = 85
+FORWARD_S = 0.0005  # of a layer: enough that the watch keeps up with training
 
 
-def run_moving(arguments: Sequence[str]) -> None:
-    """Train a job that moves, after its first window, to the plan in a file; then maybe back."""
-    job_path, hosts, *plans = arguments
+def run_both(arguments: Sequence[str]) -> None:
+    """Train a job that moves, after its first window, to the plans in files, one after the other;
+    then the same as runs of their own, each of which resumes from the checkpoint of the one before.
+    """
+    job_path, hosts, *paths = arguments
     if hosts == "apart":  # as torchrun numbers hosts of one worker each
         os.environ |= {"GROUP_RANK": os.environ["RANK"], "LOCAL_RANK": "0"}
     job = Job.model_validate_json(Path(job_path).read_text("utf-8"))
-    left = [load_plan(path) for path in plans]
+    plans = [load_plan(path) for path in paths]
 
     def settle(self: Replanner, end: int) -> None:
-        if len(self.moves) < len(left) and not self._decided:
-            self._settle(left[len(self.moves)], end)
+        if len(self.moves) < len(plans) and not self._decided:
+            self._settle(plans[len(self.moves)], end)
 
     Replanner.look = settle  # type: ignore[method-assign]
     drift_watch._LOOKS_EVERY_S = 0.05  # windows are short here
     join_group()
-    context = pipeline_context(job, load_model_file(job.model), CPU)
-    result = train(context)
-    if result is not None:
-        Path(f"{job_path}.result").write_text(result.model_dump_json(), encoding="utf-8")
+    moving = _train(job)
+    if moving is not None:
+        _write(moving, Path(f"{job_path}.moving"))
+
+    ends: list[object] = [None]
+    if moving is not None:
+        ends = [[*(move.minibatch for move in moving.moves), STEPS]]
+    torch.distributed.broadcast_object_list(ends)
+    for number, part in enumerate(stopping(job, [job.plan, *plans], ends[0])):
+        stopped = _train(part)
+        if stopped is not None:
+            _write(stopped, Path(f"{job_path}.stopping-{number}"))
     torch.distributed.destroy_process_group()
 
 
-def moving(job: Job, plans: Sequence[Plan], folder: Path, hosts: str) -> TrainResult:
-    """Run a job in worker processes that move to one plan after the other; each may be on a host of
-    its own.
-    """
-    paths = []
-    for number, each in enumerate(plans):
-        paths.append(str(folder / f"next-{number}.json"))
-        save_plan(each, paths[-1])
-    path = folder / "job.json"
-    path.write_text(job.model_dump_json(), encoding="utf-8")
-    run_workers(run_moving, [str(path), hosts, *paths], folder / "workers.log", job.plan.workers)
-    return TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8"))
-
-
-def stopping(job: Job, plans: Sequence[Plan], ends: Sequence[int], folder: Path) -> TrainResult:
-    """Run the same as runs of their own, each of which resumes from the checkpoint of the one
-    before.
-    """
-    jobs = []
+def stopping(job: Job, plans: Sequence[Plan], ends: object) -> Iterator[Job]:
+    """Yield the runs that stop where the moving one changes its plan."""
+    assert isinstance(ends, list)
+    folder = Path(job.model).parent
     for number, (plan, end) in enumerate(zip(plans, ends, strict=True)):
         checkpoints = CheckpointOptions(
             every=end, folder=str(folder / "stops"), resume="auto" if number else None
         )
-        changes = {"plan": plan, "steps": end, "checkpoints": checkpoints}
-        jobs.append(job.model_copy(update={**changes, "drift": DriftOptions(window=0)}))
-    parts = run_jobs(jobs, folder)
-    losses = tuple(loss for part in parts for loss in part.losses)
-    return parts[-1].model_copy(update={"losses": losses})
+        changes = {
+            "plan": plan,
+            "steps": end,
+            "checkpoints": checkpoints,
+            "drift": DriftOptions(window=0),
+            "save_weights": str(folder / "stopping.pt"),
+        }
+        yield job.model_copy(update=changes)
+
+
+def _train(job: Job) -> TrainResult | None:
+    return train(pipeline_context(job, load_model_file(job.model), CPU))
+
+
+def _write(result: TrainResult, path: Path) -> None:
+    path.write_text(result.model_dump_json(), encoding="utf-8")
+
+
+def _read(path: Path) -> TrainResult:
+    return TrainResult.model_validate_json(path.read_text("utf-8"))
 
 
 def job_of(folder: Path, plan: Plan, **more: object) -> Job:
     drift = DriftOptions(window=WINDOW, profile=str(folder / "profile.json"), replan=True)
     job = Job(model=str(folder / "sleeping.py"), plan=plan, steps=STEPS, drift=drift)
-    return job.model_copy(update={"save_weights": str(folder / "weights.pt"), **more})
+    return job.model_copy(update={"save_weights": str(folder / "moving.pt"), **more})
 
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Profile:
-    found = sleeping_profile(write_sleeping(tmp_path))
+    found = sleeping_profile(write_sleeping(tmp_path, forward_s=FORWARD_S), FORWARD_S)
     save_profile(found, tmp_path / "profile.json")
     return found
 
@@ -106,19 +118,26 @@ def check_same(
     job: Job, plans: Sequence[Plan], folder: Path, hosts: str = "together"
 ) -> TrainResult:
     """Check that the moving run has the losses and weights of the stopping ones; return it."""
-    result = moving(job, plans[1:], folder, hosts)
-    weights = torch.load(folder / "weights.pt")
-    ends = [*(move.minibatch for move in result.moves), STEPS]
-    assert len(ends) == len(plans)
-    assert all(end % WINDOW == 0 for end in ends[:-1])
+    paths = []
+    for number, each in enumerate(plans[1:]):
+        paths.append(str(folder / f"next-{number}.json"))
+        save_plan(each, paths[-1])
+    path = folder / "job.json"
+    path.write_text(job.model_dump_json(), encoding="utf-8")
 
-    expected = stopping(job, plans, ends, folder)
+    run_workers(run_both, [str(path), hosts, *paths], folder / "workers.log", job.plan.workers)
 
+    result = _read(Path(f"{path}.moving"))
+    assert len(result.moves) == len(plans) - 1
+    assert all(move.minibatch % (WINDOW // 5) == 0 for move in result.moves)
+    stopped = [_read(Path(f"{path}.stopping-{number}")) for number in range(len(plans))]
     assert [loss.minibatch for loss in result.losses] == list(range(STEPS))
-    assert result.losses == expected.losses
-    whole = torch.load(folder / "weights.pt")
-    assert weights.keys() == whole.keys()
-    assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    assert result.losses == tuple(loss for part in stopped for loss in part.losses)
+
+    weights = torch.load(folder / "moving.pt")
+    expected = torch.load(folder / "stopping.pt")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     return result
 
 
@@ -152,19 +171,26 @@ def test_the_state_goes_from_host_to_host(tmp_path: Path, profile: Profile) -> N
     check_same(job_of(tmp_path, before), plans, tmp_path, hosts="apart")
 
 
+def test_a_stage_stays(tmp_path: Path, profile: Profile) -> None:
+    before = cut(profile, (2, 1, 1), "1f1b-flush", 2)
+    after = cut(profile, (1, 2, 1), "1f1b-flush", 2)
+    assert staying_stages(before, after) == {2: 2}
+    check_same(job_of(tmp_path, before), [before, after], tmp_path)
+
+
 def test_checkpoints_and_evaluations_go_on(tmp_path: Path, profile: Profile) -> None:
     path = tmp_path / "sleeping.py"
     path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
     before = cut(profile, (2, 2), "1f1b-flush", 2)
     after = cut(profile, (1, 3), "1f1b-flush", 2)
-    kept = CheckpointOptions(every=50, folder=str(tmp_path / "kept"), keep=10)
-    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=60))
+    kept = CheckpointOptions(every=25, folder=str(tmp_path / "kept"), keep=10)
+    job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=30))
 
     result = check_same(job, [before, after], tmp_path)
 
-    assert [each.minibatch for each in result.evaluations] == [60, 120, 165]
+    assert [each.minibatch for each in result.evaluations] == [30, 60, 85]
     steps = sorted(each.name for each in (tmp_path / "kept").glob("step-*"))
-    assert steps == [f"step-{number:08}" for number in (50, 100, 150, 165)]
+    assert steps == [f"step-{number:08}" for number in (25, 50, 75, 85)]
 
 
 EVALUATION = """

@@ -91,8 +91,10 @@ def in_memory() -> set[str]:
 )
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_run(tmp_path: Path, point: str) -> None:
+    before = in_memory()
     with pytest.raises(PlannerError, match=r"worker 1 .* was killed by SIGKILL"):
         run(tmp_path, point)
+    assert in_memory() <= before
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.executor.run.replan import Replanner
 from planner.formats.cluster import flat_cluster
-from planner.formats.drift import Drift
+from planner.formats.drift import Corrected, Drift
 from planner.formats.plan import Plan
 from planner.formats.profile import save_profile
 from planner.options.training import DriftOptions, RunOptions
@@ -56,6 +56,10 @@ def drift(plan: Plan, before_s: float, after_s: float) -> Drift:
     )
 
 
+def answer(better: Plan) -> Corrected:
+    return Corrected(expected_s=10.0, better=better)
+
+
 def confirm(made: Replanner, end: int) -> None:
     """Let windows pass until it is decided, after that with minibatch `end`."""
     for number in (2, 1, 0):
@@ -67,27 +71,45 @@ def ends(made: Replanner) -> list[int]:
     return [point for point in range(1, MINIBATCHES) if made.ends_at(point)]
 
 
-def test_it_moves_at_the_end_of_a_window_that_nobody_has_passed(plan: Plan) -> None:
+def test_it_moves_where_nobody_has_passed(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     assert not any(made.ends_at(point) for point in range(301))  # workers are there already
-    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == [350]
+    assert ends(made) == [310]
     assert made.next_plan() == plan
 
 
 def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
-    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == ends(made) == [250]
+    assert ends(made) == ends(made) == [210]
+
+
+def test_what_is_clear_is_decided_at_once(plan: Plan) -> None:
+    made = replanner(plan, cost_s=100.0)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
+    made.look(200)
+    assert ends(made) == [210]
+
+
+def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None:
+    lasted_s = 1000.0  # 100 minibatches of 10 s
+    made = replanner(plan, cost_s=1.01 * lasted_s)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
+    made.look(200)
+    assert not made.ends_at(210)
+    made.look(250)
+    made.look(300)
+    assert ends(made) == [310]
 
 
 def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     saved_s = (MINIBATCHES - 200) * 5.0
     made = replanner(plan, cost_s=saved_s / 1.9)
     with caplog.at_level(logging.WARNING):
-        made.consider(drift(plan, 10.0, 5.0), plan)
+        made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
         confirm(made, 200)
     assert ends(made) == []
     assert "the run does not move, because a move pays from 2 times its cost on" in caplog.text
@@ -95,12 +117,12 @@ def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixt
 
 def test_towards_the_end_nothing_pays(plan: Plan) -> None:
     made = replanner(plan, cost_s=30.0)
-    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, MINIBATCHES - 10)
     assert ends(made) == []
 
 
-@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [450])])
+@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [410])])
 def test_after_a_move_the_next_is_ten_times_its_cost_away(
     plan: Plan, passed_s: float, expected: list[int]
 ) -> None:
@@ -108,7 +130,7 @@ def test_after_a_move_the_next_is_ten_times_its_cost_away(
     with mock.patch("planner.executor.run.replan.time.monotonic") as now:
         now.return_value = 1000.0
         made.moved(plan, 200, seconds=7.0)
-        made.consider(drift(plan, 10.0, 5.0), plan)
+        made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
         now.return_value += passed_s
         confirm(made, 400)
     assert ends(made) == expected
@@ -116,18 +138,18 @@ def test_after_a_move_the_next_is_ten_times_its_cost_away(
 
 def test_a_plan_that_is_no_better_any_more_is_forgotten(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
-    made.consider(drift(plan, 10.0, 5.0), plan)
-    made.consider(drift(plan, 10.0, 5.0), None)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
+    made.consider(drift(plan, 10.0, 5.0), None, clear=False)
     confirm(made, 200)
     assert ends(made) == []
 
 
 def test_what_has_gone_two_windows_later_was_noise(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
-    made.consider(drift(plan, 10.0, 5.0), plan)
+    made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     made.look(100)
     made.look(150)
-    made.consider(drift(plan, 10.0, 5.0), None)  # it has recovered
+    made.consider(drift(plan, 10.0, 5.0), None, clear=False)  # it has recovered
     made.look(200)
     made.look(250)
     assert ends(made) == []
@@ -137,7 +159,7 @@ def test_workers_are_not_left_idle(plan: Plan, caplog: pytest.LogCaptureFixture)
     made = replanner(plan, cost_s=1.0)
     smaller = plan_of(equal_layers(2), (1, 1), flat_cluster(2, 1e9), schedule="1f1b-flush")
     with caplog.at_level(logging.WARNING):
-        made.consider(drift(plan, 10.0, 5.0), smaller)
+        made.consider(drift(plan, 10.0, 5.0), answer(smaller), clear=False)
         confirm(made, 200)
     assert ends(made) == []
     assert "it has work for 2 of 4 workers" in caplog.text
