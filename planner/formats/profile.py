@@ -185,6 +185,8 @@ class DegreeCosts(_Times):
     # Gradients that all ranks have alike, and sum once per update, in estimates of experts that
     # ranks divide as no executor here does; None where they are summed in each backward.
     alike_bytes: tuple[Bytes, ...] | None = None
+    # ranks of the group that divide the sequences of a microbatch; the others divide layers
+    context: Annotated[int, Field(ge=2, le=MOST_GPUS)] | None = None
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
 
