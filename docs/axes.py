@@ -27,7 +27,7 @@ STAGE_OPTIONS = (
     Axis("tensor parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "yes"),
     Axis("sequence parallelism, with it", "`--sequence-parallel`", "yes", "yes", "Megatron", "yes"),
     Axis("experts divided in a server", "yes", "yes", "yes", "Megatron, torchtitan", "yes"),
-    Axis("experts divided over servers", "no", "no", "no", "no", "no"),
+    Axis("experts divided over servers", "`plan fit`", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("ZeRO-1", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("ZeRO-2, ZeRO-3 (FSDP), HSDP", "single stage", "yes", "yes", "torchtitan", "single stage"),
     Axis("FSDP with tensor parallelism", "no", "no", "no", "no", "no"),

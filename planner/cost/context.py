@@ -45,8 +45,8 @@ def with_context(
     Args:
         profile: of whole sequences.
         context: numbers of ranks that may divide each sequence.
-        tensor: of ranks that divide the layers as well, of degrees that the profile has. Groups
-            have as many ranks as both multiplied.
+        tensor: of ranks that divide the layers as well, of degrees that the profile has; those that
+            divide experts are left out. Groups have as many ranks as both multiplied.
 
     Raises:
         ProfileError: for a model in which no attention is seen, kinds of devices, or batches of
@@ -67,7 +67,11 @@ def with_context(
             f"`context={asked}` is not priced for {varied}",
             hint="leave `context` out",
         )
-    known = {costs.degree: costs for costs in profile.tensor or ()}
+    known = {
+        costs.degree: costs
+        for costs in profile.tensor or ()
+        if not (costs.by_samples or costs.experts or costs.context)
+    }
     whole = _undivided(profile.layers)
     by_ranks: dict[int, DegreeCosts] = {}
     for ranks, degree in product(sorted(set(context) - {1}), sorted(set(tensor))):
