@@ -9,6 +9,7 @@ In a page, what stands between one of these lines and the line `<!-- end -->` is
                                                        parts
     <!-- verbs: plan -->                               a table of all verbs
     <!-- options: plan solve -->                       tables of a verb's arguments and options
+    <!-- axes: all -->                                 a table of stage options and schedules
     <!-- devices: all -->                              a table of the devices that estimates know
     <!-- script: one_host.sh -->                       that file of docs/scripts
     <!-- api: planner -->                              signatures and docstrings of a module's
@@ -36,6 +37,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from docs.axes import axis_table
 from docs.notebook import SVG, picture_name
 from docs.package_page import PAGE, package_page
 
@@ -45,7 +47,7 @@ EXAMPLES = DOCS / "examples"
 RECORDINGS = DOCS / "recordings"
 END = "<!-- end -->"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
-_KINDS = "fields|verbs|options|devices|script|api|notebook|recording"
+_KINDS = "axes|fields|verbs|options|devices|script|api|notebook|recording"
 _WRITTEN = re.compile(rf"^(<!-- ({_KINDS}): (.+?) -->\n).*?^({END})$", re.MULTILINE | re.DOTALL)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -64,6 +66,8 @@ def written(page: str) -> str:
 
 def _made(kind: str, name: str, shown: set[type[BaseModel]]) -> str:
     match kind:
+        case "axes":
+            return axis_table()
         case "verbs":
             return verb_table()
         case "options":

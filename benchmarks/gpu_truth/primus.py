@@ -5,8 +5,8 @@ The source is AMD-AGI/Primus (MIT), which states schedules, throughput and memor
 Memory says that a microbatch is one sample of 4,096 tokens. How many there are follows from the
 interleaved schedule: with m microbatches, 1F1B waits for (p - 1) / m of its work and two chunks for
 half of that, and the measured ratio of 1.09 is met best by 32, the only power of two within 3%.
-That ratio is therefore not judged; those of the two zero-bubble schedules are. "zbb" has the memory
-of 1F1B, as ZB-H1 has. V-Half and V-Min are schedules that the planner does not have.
+That ratio is therefore not judged; those of the four other schedules are. "zbb" has the memory of
+1F1B, as ZB-H1 has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import Execution
 from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.controllable_memory import V_HALF, V_MIN
 from planner.schedule.one_stage import FLUSH, ZB_H1
 from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
@@ -39,6 +40,8 @@ _SCHEDULES: dict[str, tuple[Schedule, int]] = {
     "interleaved 1f1b": (INTERLEAVED, 2),
     "zero bubble (zbb)": (ZB_H1, 1),
     "zbv": (ZB_V, 2),
+    "v-half": (V_HALF, 2),
+    "v-min": (V_MIN, 2),
 }
 
 Record = dict[str, str]

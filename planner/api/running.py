@@ -21,6 +21,7 @@ from planner.api.trainer_run import (
     says_length,
 )
 from planner.catalog.models import find_model
+from planner.cost.context import has_attention, with_context
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.handed_model import packed_model
@@ -80,6 +81,7 @@ from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.solver.tuning.record import STANDARD
+from planner.stages.context import usual_context
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
@@ -104,8 +106,19 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
         >>> measured.layers[0].op
         'Linear'
     """
+    options.check_degrees()
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
-    return profile_model(spec, options.batch_size, options, options.progress)
+    measured = profile_model(spec, options.batch_size, options, options.progress)
+    return _with_context(measured, options.context)
+
+
+def _with_context(profile: Profile, context: Sequence[int]) -> Profile:
+    """Return the profile, with layers whose sequences are divided where ranks for that are
+    named.
+    """
+    if max(context, default=1) == 1:
+        return profile
+    return with_context(profile, context)
 
 
 @keywords_of(EstimateArguments)
@@ -131,6 +144,7 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
             f"`compiled` and `stack={asked.stack}` both say what is fused",
             hint="leave out one of them",
         )
+    asked.check_degrees()
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     dtype = parse_dtype(asked.dtype)
     options = EstimateOptions(
@@ -144,7 +158,7 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
         precision=parse_precision(asked.precision) if asked.precision else None,
         stack=find_stack(asked.stack) if asked.stack else None,
     )
-    return estimate_profile(spec, asked.batch_size, options)
+    return _with_context(estimate_profile(spec, asked.batch_size, options), asked.context)
 
 
 _UNSAID = FitOptions()  # callers give keywords in its place
@@ -178,6 +192,12 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         options = options.of_one_kind(*options.gpu)
     trained = given_run(options, gpus, model)
     if trained is not None:
+        if options.context:
+            ranks = ",".join(map(str, options.context))
+            raise InputError(
+                f"a trainer's run has no price with `context={ranks}`",
+                hint="leave `context` out, or ask without the run",
+            )
         gpus = trained.run.gpus
         options = trained.wanted(options)
     device, dtype = _devices(options)  # before anything is written
@@ -204,7 +224,9 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     request = _fit_request(file, how, servers, options, clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
     searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
-    asked = replace(request.with_clock(searching), only_asked=trained is not None)
+    asked = request.with_clock(searching)
+    if trained is not None:  # whose better run is in the same words, without context
+        asked = replace(asked, only_asked=True, context=())
     answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
     answer = _as_trained(answer, how.stack)
@@ -406,6 +428,8 @@ def _fit_request(
         clock,
         run=_run_of(options, first),
         alone=servers.each_alone(memory) if isinstance(servers, MixedServers) else (),
+        context=_contexts(options, first, servers),
+        whole_sequences=not options.context or 1 in options.context,
     )
 
 
@@ -418,6 +442,29 @@ def _cluster_of(
 ) -> Cluster:
     cluster = servers.cluster_of(gpus, memory=memory)
     return replace(cluster, sequence_parallel=sequence_parallel)
+
+
+def _contexts(
+    options: FitOptions, profile: Profile, servers: Servers | MixedServers
+) -> Sequence[int]:
+    """Return the numbers of ranks that may divide sequences beside 1: those given, or where samples
+    are long the usual ones inside a server.
+    """
+    asked = tuple(ranks for ranks in options.context if ranks > 1)
+    if isinstance(servers, MixedServers) or options.bits is not None:
+        if asked:
+            ranks = ",".join(map(str, options.context))
+            raise InputError(
+                f"`context={ranks}` is not priced for GPUs of several kinds, nor for a base in few "
+                f"bits",
+                hint="leave `context` out",
+            )
+        return ()
+    if options.context:
+        return asked
+    if not options.order.divides or not has_attention(profile):
+        return ()
+    return usual_context(mean_tokens(profile), servers.per_server)
 
 
 def _run_of(options: FitOptions, profile: Profile) -> TrainingRun | None:

@@ -49,6 +49,8 @@ NEXT = """\
   plan report                                   # all of it, with a timeline"""
 TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}"""
+EXPORT = """
+  plan export --to torchtitan                   # which divides sequences; plan train does not"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`:
 what would my Megatron or DeepSpeed run give on this cluster? The plan is written like any other, so
@@ -96,6 +98,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
     )
     arguments.add_options(parser, FitOptions, "precision", "stack")
+    arguments.add_options(parser, FitOptions, "context")
     arguments.add_options(parser, FitOptions, "train_tokens", "dollars_per_gpu_hour")
     whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
     arguments.add_options(
@@ -160,7 +163,9 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     if args.profile != str(arguments.PROFILE):
         profile = f" --profile {shlex.quote(args.profile)}"
     train = ""
-    if plan.trainable:
+    if plan.divides_sequences:
+        train = f", or plan export --to torchtitan{named}"
+    elif plan.trainable:
         train = f", or plan train MODEL.py{named}"
     return f"next: plan report{named}{profile}{train}"
 
@@ -250,8 +255,10 @@ def fit(args: argparse.Namespace) -> int:
     files = "" if Path(model).name != model else f"{model}, "
     steps = NEXT.format(folder=answer.folder, files=files)
     plan = answer.asked.plan
-    # the executor has no frozen weights of few bits, nor products in 8
-    if plan.base_bits is None and plan.products is None and not plan.experts_across:
+    if plan.divides_sequences:  # which the executor does not
+        steps += EXPORT
+    # nor has it frozen weights of few bits, or products in 8
+    elif plan.base_bits is None and plan.products is None and not plan.experts_across:
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
     output.print_progress("\n" + steps)
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from planner.cost.context import group_sums_s, waited
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.network.topology import Topology
@@ -21,7 +22,7 @@ from planner.formats.device_kinds import profile_of_kinds, profile_on
 from planner.formats.files import replace
 from planner.formats.names import CODECS
 from planner.formats.plan_parts import Exchanged
-from planner.formats.profile import DegreeCosts, Profile, Value
+from planner.formats.profile import DegreeCosts, Layer, Profile, Value
 from planner.plan.lengths import expected
 
 
@@ -63,7 +64,7 @@ def profile_at(
     if costs.alike_bytes is not None:
         costs = _with_alike_summed(costs, costs.alike_bytes, link)
         link = exchange or link
-    if sequence_parallel and not costs.by_samples:
+    if sequence_parallel and not costs.by_samples and not costs.context:
         costs = by_tokens(profile, costs)
 
     forward_s = _with_reduces(
@@ -76,16 +77,23 @@ def profile_at(
         degree,
         link,
     )[::-1]
+    update_s = np.array(costs.update_s)
+    if costs.context:
+        forward_s = waited(costs.forward_s, forward_s, costs, profile.layers)
+        backward_s = waited(costs.backward_s, backward_s, costs, profile.layers)
+        update_s = update_s + group_sums_s(costs, link)
     reduced = replace(
-        costs, forward_s=tuple(forward_s.tolist()), backward_s=tuple(backward_s.tolist())
+        costs,
+        forward_s=tuple(forward_s.tolist()),
+        backward_s=tuple(backward_s.tolist()),
+        update_s=tuple(update_s.tolist()),
     )
     layers = reduced.applied_to(profile.layers)
 
-    if sequence_parallel or costs.by_samples:
-        layers = [
-            replace(layer, outputs=tuple(_of_one_rank(value, degree) for value in layer.outputs))
-            for layer in layers
-        ]
+    if costs.context:
+        layers = [_with_outputs_of_one_rank(layer, costs.context) for layer in layers]
+    elif sequence_parallel or costs.by_samples:
+        layers = [_with_outputs_of_one_rank(layer, degree) for layer in layers]
     return replace(profile, layers=tuple(layers), tensor=None)
 
 
@@ -95,6 +103,10 @@ def _with_alike_summed(costs: DegreeCosts, alike_bytes: Sequence[int], link: Lin
     """
     summed_s = ring_all_reduce_s(np.array(alike_bytes, dtype=np.float64), costs.degree, link)
     return replace(costs, update_s=tuple((np.array(costs.update_s) + summed_s).tolist()))
+
+
+def _with_outputs_of_one_rank(layer: Layer, parts: int) -> Layer:
+    return replace(layer, outputs=tuple(_of_one_rank(value, parts) for value in layer.outputs))
 
 
 def _of_one_rank(value: Value, degree: int) -> Value:

@@ -16,6 +16,7 @@ from planner.schedule.one_stage import FLUSH
 from planner.stages.sharding import UNSHARDED, ZERO_1
 
 TENSOR = "--tensor-model-parallel-size"
+CONTEXT = "--context-parallel-size"
 PIPELINE = "--pipeline-model-parallel-size"
 MICRO_BATCH = "--micro-batch-size"
 GLOBAL_BATCH = "--global-batch-size"

@@ -32,6 +32,7 @@ class Target:
     replicas: int  # of every stage
     pipeline: int  # workers, or groups of them, that a pipeline has
     tensor: int  # ranks of a group; those that have samples of their own are replicas instead
+    context: int  # ranks of a group that divide sequences, beside those that divide layers
     size: int | None  # samples of a microbatch, if known
     microbatches: int  # that each copy of the pipeline runs between two updates
     sharded: bool  # whether the system must divide the optimizer's state: in all stages, or in none
@@ -95,11 +96,13 @@ def target_of(plan: Plan, system: str) -> Target:
     sharded = any(stage.shards_optimizer for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
     copies = sample_parts(plan)
+    context = plan.context_ranks
     size = plan.microbatch_size and plan.microbatch_size // copies
     return Target(
         replicas * copies,
         pipeline,
-        plan.ranks_per_replica // copies,
+        plan.ranks_per_replica // copies // context,
+        context,
         size,
         microbatches,
         sharded,
@@ -127,7 +130,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         if len(t.values) > 1
     ]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
-    degree = plan.ranks_per_replica
+    degree = plan.ranks_per_replica // plan.context_ranks
     sharded = [stage.shards_optimizer for stage in plan.stages]
     over = "mean over the labels that count"
     if plan.loss is not None and plan.loss.over == "sum":
@@ -148,10 +151,12 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         f"mean of their losses, "
         "which is another loss: weigh them in the loss function.": plan.loss is not None
         and plan.loss.weighs,
+        f"The plan divides sequences over {plan.context_ranks} ranks, and shards optimizer states "
+        f"over replicas alone; {system} does so over the ranks of a sequence, too, and needs less "
+        "memory.": plan.divides_sequences,
         f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is "
         f"divided of them; the "
-        "plan's costs are of what the planned model says.": plan.divides_layers
-        and not plan.by_samples,
+        "plan's costs are of what the planned model says.": degree > 1 and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} "
         f"reduces the gradients of other weights once per minibatch, where `plan train` does so "
         "for every microbatch.": plan.by_samples,
@@ -218,6 +223,7 @@ def megatron_arguments(plan: Plan) -> str:
         f"{words.LAYERS} {sum(counts)}": True,
         f"{words.PIPELINE} {target.pipeline}": True,
         f"{words.TENSOR} {target.tensor}": target.tensor > 1,
+        f"{words.CONTEXT} {target.context}": target.context > 1,
         f"--num-experts {plan.experts}": plan.experts,
         f"--expert-model-parallel-size {plan.ranks_per_replica} "
         "--expert-tensor-parallel-size 1": plan.experts,
@@ -327,6 +333,7 @@ def torchtitan_config(plan: Plan) -> str:
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
+        **({} if target.context == 1 else {"context_parallel_degree": target.context}),
         **({} if plan.experts is None else {"expert_parallel_degree": plan.ranks_per_replica}),
         "data_parallel_replicate_degree": stage.copies if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas // stage.copies if target.sharded else 1,
@@ -340,8 +347,14 @@ def torchtitan_config(plan: Plan) -> str:
                 f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan shards "
                 f"no other."
             )
+        schedule = plan.schedule.torch_name.removeprefix("Schedule")
+        if plan.schedule.torch_differs and not plan.schedule.asynchronous:
+            said.append(
+                f"torchtitan has no {plan.schedule}. {schedule} is the nearest: its bubble and the "
+                f"memory of its activations are not those that the plan predicts."
+            )
         fields |= {
-            "pipeline_parallel_schedule": plan.schedule.torch_name.removeprefix("Schedule"),
+            "pipeline_parallel_schedule": schedule,
             "pipeline_parallel_microbatch_size": size,
             "module_fqns_per_model_part": parts,
         }

@@ -27,8 +27,9 @@ from planner.formats.plan_parts import (
     config_of,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
-from planner.formats.quantities import MOST_PARTS, Parts, Samples
+from planner.formats.quantities import MOST_GPUS, MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown, verb
+from planner.stages.context import DividedSequences
 from planner.stages.replicas import samples_per_update
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
@@ -39,7 +40,7 @@ _ALIKE = ("model", "graph_hash", "schedule", "microbatch_size", "microbatches")
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
-class Plan(Shown, GrownRecord):
+class Plan(DividedSequences, Shown, GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
@@ -56,6 +57,7 @@ class Plan(Shown, GrownRecord):
     ) | {
         "experts",
         "by_samples",
+        "context",
         "smaller",
         "schedules",
         "capture_checked",
@@ -104,6 +106,8 @@ class Plan(Shown, GrownRecord):
     by_samples: bool = False
     # whether they divide experts as the executor does not, across servers
     experts_across: bool = False
+    # ranks of a replica that divide the sequences of its microbatches; the others divide its layers
+    context: Annotated[int, Field(ge=2, le=MOST_GPUS)] | None = None
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
@@ -264,6 +268,7 @@ class Plan(Shown, GrownRecord):
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
         _check_schedule(self)
         _check_ranks(self)
+        _check_context(self)
 
         layers = [name for stage in self.stages for name in stage.layers]
         if len(set(layers)) < len(layers):
@@ -312,6 +317,16 @@ def _check_stage_numbers(plan: Plan) -> None:
             raise ValueError(
                 f"transfer {source} -> {target} is not one from a stage to a later one"
             )
+
+
+def _check_context(plan: Plan) -> None:
+    """Raise ValueError for sequences that are divided by other ranks than those of replicas."""
+    if not plan.divides_sequences:
+        return
+    if any(degree % plan.context_ranks for degree in plan.degrees):
+        raise ValueError(
+            f"context {plan.context} does not divide the ranks of the replicas of '{plan.config}'"
+        )
 
 
 def _check_ranks(plan: Plan) -> None:

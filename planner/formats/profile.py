@@ -188,6 +188,8 @@ class DegreeCosts(_Times):
     # Experts that a token chooses, where it is sent to each server once for all of them there; None
     # where it is sent once for each.
     copies: PositiveFloat | None = None
+    # ranks of the group that divide the sequences of a microbatch; the others divide layers
+    context: Annotated[int, Field(ge=2, le=MOST_GPUS)] | None = None
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
 

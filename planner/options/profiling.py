@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from planner.errors import InputError
 from planner.formats.names import STACKS, StackName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
@@ -58,6 +59,25 @@ class ModelOptions(Options):
         parse=degrees,
         aliases=("--tensor-parallel-size",),
     )
+    context: Sequence[int] = option(
+        (),
+        "also price layers under context parallelism of these degrees, as in 2,4,8: that many "
+        "ranks divide every sequence; not with `tensor`. `plan train` does not train such plans",
+        "C,C",
+        parse=degrees,
+        aliases=("--context-parallel-size",),
+        advanced=True,
+    )
+
+    def check_degrees(self) -> None:
+        """Raise InputError where groups of one size would stand for two things."""
+        if max(self.context, default=1) > 1 and max(self.tensor, default=1) > 1:
+            raise InputError(
+                f"a profile has one entry for groups of each size, and `context="
+                f"{','.join(map(str, self.context))}` and `tensor="
+                f"{','.join(map(str, self.tensor))}` both make groups",
+                hint="leave out one of them; `plan fit` combines them",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

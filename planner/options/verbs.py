@@ -9,13 +9,14 @@ from planner.formats.link_names import BETWEEN_SERVERS
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType, StackName
 from planner.options.cluster import ClusterOptions, Quantities
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
-from planner.options.numbers import microbatch_counts, names, token_count
+from planner.options.numbers import degrees, microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
 from planner.options.profiling import EstimateArguments
 from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.options.training import TrainArguments
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.schedule import Schedule
+from planner.stages.context import LONG_TOKENS, USUAL_CONTEXT
 from planner.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -196,6 +197,16 @@ class FitOptions(SolveOptions):
     )
     tensor: Sequence[int] = same(
         SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide"
+    )
+    context: Sequence[int] = option(
+        (),
+        "degrees of context parallelism to try, as in 1,2,4: that many ranks divide every sequence",
+        "C,C",
+        parse=degrees,
+        aliases=("--context-parallel-size",),
+        told=f"1, and from {LONG_TOKENS:,} tokens a sample on also "
+        f"{', '.join(map(str, USUAL_CONTEXT))} inside a server",
+        advanced=True,
     )
     schedule: Schedule | str = same(
         SolveOptions,

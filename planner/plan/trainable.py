@@ -18,7 +18,8 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
     """
     if not plan.trainable:
         return
-    check_trainable(plan)
+    if not plan.divides_sequences:  # whose prices are for other trainers
+        check_trainable(plan)
     check_divided_loss(plan.model, plan.loss, plan.schedule, plan.microbatches, accepted=accepted)
     shared = list(
         shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile))
@@ -68,6 +69,7 @@ def check_base(plan: Plan) -> None:
 
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
+    check_whole_sequences(plan)
     check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
@@ -77,6 +79,19 @@ def check_trainable(plan: Plan) -> None:
             f"without gaps",
             hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that "
             "unused ones come last",
+        )
+
+
+def check_whole_sequences(plan: Plan) -> None:
+    """Raise PlanError for a plan whose ranks divide sequences: nothing here computes attention over
+    the keys and values of other ranks.
+    """
+    if plan.divides_sequences:
+        raise PlanError(
+            f"`plan train` does not divide sequences, and those of this plan are divided over "
+            f"{plan.context_ranks} ranks (context parallelism)",
+            hint="export it for a trainer that does: `system=torchtitan` or `system=megatron`; or "
+            "solve for whole sequences",
         )
 
 

@@ -73,6 +73,7 @@ class DoubleBuffered(Schedule):
     placed = False
     deepens = True
     weight_versions = 2
+    torch_differs = True
 
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
         # Every minibatch finds the one before the last done.
@@ -128,6 +129,7 @@ class OneForwardOneBackward(Schedule):
     divides = False
     stashes = True
     deepens = True
+    torch_differs = True
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:
         return None  # minibatches follow one another without end
@@ -216,6 +218,7 @@ class ZeroBubble(Flush):
     splits_backward = True
     deepens = False
     solved_as = FLUSH
+    torch_differs = True
 
     def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
         """See base class."""

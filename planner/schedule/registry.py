@@ -9,12 +9,23 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
+from planner.schedule.controllable_memory import V_HALF, V_MIN
 from planner.schedule.one_stage import FLUSH, GPIPE, ONE_F_ONE_B, TWO_BW, ZB_H1
 from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
 
 # In the order in which help and tables list them.
-SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED)
+SCHEDULES: tuple[Schedule, ...] = (
+    ONE_F_ONE_B,
+    TWO_BW,
+    FLUSH,
+    ZB_H1,
+    ZB_V,
+    V_HALF,
+    V_MIN,
+    GPIPE,
+    INTERLEAVED,
+)
 # The names of all that can be asked for: `register_schedule` adds to it.
 NAMES: list[str] = [schedule.name for schedule in SCHEDULES]
 DEFAULT = ONE_F_ONE_B

@@ -64,6 +64,7 @@ class Schedule(ABC):
     alternates: ClassVar[bool] = True
     weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
     torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
+    torch_differs: ClassVar[bool] = False  # that class has another order
 
     def __str__(self) -> str:
         return self.name

@@ -6,12 +6,27 @@ from collections.abc import Iterator
 from planner.schedule.chunked import Chunked, Work
 
 
-class ZeroBubbleV(Chunked):
+class VShaped(Chunked):
+    """Base of schedules with two chunks per worker in a V, and backwards in two parts.
+
+    Worker i of p runs the stages i and 2p-1-i, so a microbatch's backward begins where its forward
+    ended.
+    """
+
+    splits_backward = True
+    fixed_chunks = 2
+    torch_name = "ScheduleZBVZeroBubble"
+
+    def worker_of(self, stage: int, workers: int) -> int:
+        """See base class."""
+        return min(stage, 2 * workers - 1 - stage)
+
+
+class ZeroBubbleV(VShaped):
     """The V-shaped zero-bubble schedule (Qi et al., Pipeline Parallelism with Controllable Memory,
     NeurIPS 2024).
 
-    Worker i of p runs the stages i and 2p-1-i, so a microbatch's backward begins where its forward
-    ended. It warms up with 2(p-i)-1 forwards of its first chunk, then i of both chunks in turn,
+    Worker i of p warms up with 2(p-i)-1 forwards of its first chunk, then i of both chunks in turn,
     then p-i forwards of its second chunk, each with its backward. Forward and backward of both
     chunks alternate from there on; at the end the gradients of activations go first, and those of
     weights fill the time in which others are waited for.
@@ -26,13 +41,6 @@ class ZeroBubbleV(Chunked):
     summary = (
         "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
     )
-    splits_backward = True
-    fixed_chunks = 2
-    torch_name = "ScheduleZBVZeroBubble"
-
-    def worker_of(self, stage: int, workers: int) -> int:
-        """See base class."""
-        return min(stage, 2 * workers - 1 - stage)
 
     def order(
         self, workers: int, chunks: int, position: int, units: int

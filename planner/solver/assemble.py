@@ -91,6 +91,7 @@ def assemble(
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
         by_samples=any(costs.by_samples for costs in used),
         experts_across=any(costs.alike_bytes is not None for costs in used),
+        context=max((costs.context for costs in used if costs.context), default=None),
         # of each rank of a group
         transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),
         shared=shared_between(layer_costs, stages),
@@ -200,6 +201,10 @@ def _ratio(amount: float | None, count: float | None) -> float | None:
 
 
 def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
+    degrees = degrees_of(stage.options for stage in best.stages)
+    known = problem.layer_costs.profile.tensor or ()
+    if any(costs.context for costs in known if costs.degree in degrees):
+        return None  # of no such estimate a measured run is known
     divided = any(stage.options.divides_layers for stage in best.stages)
     replicated = any(stage.replicas > 1 for stage in best.stages)
     interval = interval_of(

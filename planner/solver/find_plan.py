@@ -46,7 +46,7 @@ def find_plan(request: Request) -> Plan:
     accepts = request.options.accept_divided_loss
     plan = complete(problem, best.best, report, accepts_loss=accepts)
     if best.untried_degrees:
-        plan = plan.noting(_untried_words(best.untried_degrees))
+        plan = plan.noting(_untried_words(request.profile, best.untried_degrees))
     return plan
 
 
@@ -64,12 +64,17 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
         raise error.explanation() from None
 
 
-def _untried_words(degrees: Sequence[int]) -> str:
+def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
     """Say what the time did not suffice for: "layers divided over 4, 8 ranks: not tried"."""
     parts = ["undivided layers"] if 1 in degrees else []
-    divided = [str(degree) for degree in degrees if degree > 1]
-    if divided:
-        parts.append(f"layers divided over {', '.join(divided)} ranks")
+    of_sequences = {costs.degree for costs in profile.tensor or () if costs.context}
+    for what, own in (
+        ("layers", [degree for degree in degrees if degree not in of_sequences]),
+        ("sequences", [degree for degree in degrees if degree in of_sequences]),
+    ):
+        divided = [str(degree) for degree in own if degree > 1]
+        if divided:
+            parts.append(f"{what} divided over {', '.join(divided)} ranks")
     return f"{' and '.join(parts)}: not tried to the end, the time ended"
 
 

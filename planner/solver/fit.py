@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from planner.cost.context import with_context
 from planner.errors import ClusterError, InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
@@ -43,6 +44,8 @@ class FitRequest:
         run: the whole training, where it is to be paid: then more GPUs are tried, too.
         alone: the clusters of each kind alone, where GPUs are of several kinds.
         only_asked: whether other numbers of GPUs are no part of the question.
+        context: numbers of ranks that may divide sequences, beside 1.
+        whole_sequences: whether each rank may have whole ones.
     """
 
     profiles: Profiles
@@ -54,6 +57,8 @@ class FitRequest:
     run: TrainingRun | None = None
     alone: Sequence[Cluster] = ()
     only_asked: bool = False
+    context: Sequence[int] = ()
+    whole_sequences: bool = True
 
     def about(self, profile: Profile, clock: Clock) -> Request:
         """Return the request for a plan of all GPUs."""
@@ -90,6 +95,12 @@ class FitRequest:
             return list(self.alone)
         return [self.cluster_of(self.gpus // 2**n) for n in range(1, self.gpus.bit_length())]
 
+    @property
+    def per_server(self) -> int:
+        """GPUs of a server; 1 where all are joined alike."""
+        joined = self.cluster_of(self.gpus).joined
+        return joined[0].size if joined else 1
+
     def with_clock(self, clock: Clock) -> "FitRequest":
         """Ask for all answers at another time."""
         return replace(self, clock=clock)
@@ -111,8 +122,12 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
     sizes = promising_sizes(request.profiles, sizing)
 
     began_s = time.monotonic()
-    search = _SizeSearch(request, sizes, clock.part(tuning.solving_share))
+    solving = clock.part(tuning.solving_share)
+    if request.context:
+        solving = solving.part(tuning.whole_share)
+    search = _SizeSearch(request, sizes, solving)
     search.run()
+    search.divide_sequences()
     profile = search.profile
     asked = search.best
     if asked.unknown:
@@ -231,6 +246,44 @@ class _SizeSearch:
             elif size != self.sizes.shared:
                 return
 
+    def divide_sequences(self) -> None:
+        """Solve with sequences that ranks divide, and keep what is faster than whole ones."""
+        contexts = self.request.context
+        if not contexts:
+            return
+        whole = self.best.plan
+        size = self.sizes.wanted[-1] if whole is None else (whole.microbatch_size or 1)
+        base = self.request.profiles.at(size)
+        if self._asks_for_ranks or self.profile.tensor is not None:
+            base = self.request.profiles.divided_at(size)
+        if not self.request.whole_sequences:
+            self.best = replace(self.best, plan=None, why_not="no sequence may be whole")
+
+        for number, context in enumerate(contexts):
+            if self.request.clock.passed:
+                left = ", ".join(map(str, contexts[number:]))
+                self.not_tried.append(f"context parallelism of {left} ranks")
+                return
+            self._solve_divided(context, base, 1 / (len(contexts) - number))
+
+    def _solve_divided(self, context: int, base: Profile, share: float) -> None:
+        """Solve with sequences that so many ranks divide."""
+        request = self.request
+        degrees = _degrees_beside(context, request.options.tensor, base, request.per_server)
+        if not degrees:
+            return
+        request.clock.progress.step = f"{request.gpus} GPUs, context parallelism of {context}"
+        profile = with_context(base, (context,), degrees)
+        ranks = tuple(costs.degree for costs in profile.tensor or ())
+        asked = request.about(profile, request.clock.part(share * request.tuning.fit.divided_share))
+        options = asked.options.changed(tensor=ranks)
+        row = _row(asked.with_options(options), solve_unexplained)
+        faster = row.plan is not None and row.seconds < self.best.seconds
+        why_none = row.plan is None and self.best.plan is None and not request.whole_sequences
+        if faster or why_none:
+            self.best = row
+            self.profile = profile
+
     @property
     def _asks_for_ranks(self) -> bool:
         """Whether the user named numbers of ranks that divide layers."""
@@ -337,6 +390,19 @@ def _other_numbers(
         if not fits and answered:
             break
     return rows, []
+
+
+def _degrees_beside(
+    context: int, asked: Sequence[int], profile: Profile, per_server: int
+) -> list[int]:
+    """Return the numbers of ranks that divide layers beside those that divide sequences: a group
+    stays in a server if the latter alone do.
+    """
+    known = {1, *(costs.degree for costs in profile.tensor or ())}
+    wanted = known.intersection(asked) if asked else known
+    if context > per_server:
+        return sorted(wanted & {1})
+    return sorted(degree for degree in wanted if per_server % (degree * context) == 0)
 
 
 def _by_turns(more: Sequence[Cluster], fewer: Sequence[Cluster]) -> list[Cluster]:

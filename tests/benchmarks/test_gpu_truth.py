@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import pytest
 
-from benchmarks.gpu_truth import aceso, calculon, dgxc, nanotron, own_h200, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, dgxc, nanotron, own_h200, primus, sailor, vtrain
 from benchmarks.gpu_truth.aceso_links import Rates
 from benchmarks.gpu_truth.by_layers import in_sequence, parts_of
 from benchmarks.gpu_truth.calibrated import calibrated
@@ -377,3 +377,15 @@ def test_most_kernels_of_the_h200_are_estimated_within_a_fifth() -> None:
     assert len(errors) > 90
     assert median(errors) < 0.1
     assert sum(error < 0.2 for error in errors) > 0.75 * len(errors)
+
+
+@needs_anchors
+def test_schedules_are_as_much_faster_than_1f1b_as_measured() -> None:
+    """v-min is not: its waits depend on a share of the backward that no profile measures."""
+    rows = {row.plan: row.now() for row in primus.rows() if row.plan != "v-min"}
+    first = rows["1f1b"]
+    assert first.predicted is not None
+    for row in rows.values():
+        assert row.predicted is not None
+        predicted = first.predicted.seconds / row.predicted.seconds
+        assert predicted == pytest.approx(first.measured_s / row.measured_s, rel=0.04), row.plan

@@ -8,6 +8,7 @@ import pytest
 
 import planner
 from docs import write_pages
+from docs.axes import axis_table
 from planner.cli.main import GROUPS
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -86,6 +87,16 @@ def test_the_table_of_schedules_names_them_all() -> None:
     table = (DOCS / "explanation" / "schedules.md").read_text(encoding="utf-8")
     for schedule in SCHEDULES:
         assert f"| `{schedule}`" in table
+
+
+def test_the_table_of_axes_has_a_row_for_every_schedule_and_file_of_stage_options() -> None:
+    table = axis_table()
+    rows = [line.split(" | ") for line in table.splitlines()]
+    assert {len(row) for row in rows} == {6}
+    for schedule in SCHEDULES:
+        assert f"| `{schedule}` |" in table
+    for word in ("replicas", "tensor parallelism", "ZeRO-1", "recomputation"):
+        assert f"| {word}" in table
 
 
 def test_every_public_name_is_described() -> None:

@@ -145,3 +145,17 @@ def test_what_it_cannot_express() -> None:
         PlanError, match="torchtitan copies whole pipelines, so it has no form for '2-1'"
     ):
         planner.export(plan_of(STAGES, (2, 1)), "torchtitan")
+
+
+@pytest.mark.parametrize(("schedule", "differs"), [("v-half", True), ("zb-v", False)])
+def test_a_schedule_that_torchtitan_lacks_is_named(schedule: str, differs: bool) -> None:
+    parts = [["tok_embeddings"], ["layers.0"], ["layers.1"], ["norm", "loss"]]
+    plan = plan_of(parts)
+    stages = [
+        stage.model_dump() | {"ranks": (rank,)}
+        for stage, rank in zip(plan.stages, (0, 1, 1, 0), strict=True)
+    ]
+    plan = Plan.model_validate(plan.model_dump() | {"schedule": schedule, "stages": stages})
+    text = " ".join(planner.export(plan, "torchtitan").replace("# ", "").split())
+    assert 'pipeline_parallel_schedule="ZBVZeroBubble"' in text
+    assert ("torchtitan has no v-half. ZBVZeroBubble is the nearest" in text) == differs

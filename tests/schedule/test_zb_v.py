@@ -8,7 +8,7 @@ from planner.formats.cluster import flat_cluster
 from planner.plan.shape import shape_of
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape
-from planner.schedule.zb_v import ZB_V
+from planner.schedule.zb_v import ZB_V, VShaped
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulate
 from planner.solver import search_plan as solve
@@ -19,12 +19,16 @@ from tests.simulator.pipelines import FREE, run
 
 
 def make_v(
-    workers: int, replicas: int, microbatches: int, extra: tuple[Channel, ...] = ()
+    workers: int,
+    replicas: int,
+    microbatches: int,
+    extra: tuple[Channel, ...] = (),
+    schedule: VShaped = ZB_V,
 ) -> PipelineShape:
     """Stages 0 .. p-1 down the workers, p .. 2p-1 back up."""
     ranks = [tuple(range(worker * replicas, (worker + 1) * replicas)) for worker in range(workers)]
     chain = tuple(Channel(stage, stage + 1) for stage in range(2 * workers - 1))
-    return PipelineShape((*ranks, *reversed(ranks)), chain + extra, ZB_V, microbatches)
+    return PipelineShape((*ranks, *reversed(ranks)), chain + extra, schedule, microbatches)
 
 
 def test_the_stages_of_a_worker_make_a_v() -> None:

@@ -47,7 +47,7 @@ from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
 from planner.plan.sums import Sum
-from planner.plan.trainable import check_base, check_divided
+from planner.plan.trainable import check_base, check_divided, check_whole_sequences
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
 from planner.workers.job import Job
@@ -286,6 +286,7 @@ def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     a rank.
     """
     check_base(plan)
+    check_whole_sequences(plan)
     check_divided(plan)
     own = next(stage for stage in plan.stages if rank in stage.ranks)
     if not own.divides_layers:

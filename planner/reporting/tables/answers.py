@@ -309,6 +309,8 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 def _split(plan: Plan) -> str:
     stages = len(plan.stages)
     config = config_words(plan.config)
+    if plan.divides_sequences:
+        config += f", {plan.context_words}"
     if stages > 1:
         if config.endswith("stages)"):
             return config

@@ -106,6 +106,12 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
             f"{config_words(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}",
         ),
         ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
+        (
+            "sequences",
+            f"each divided over {plan.context_ranks} ranks (context parallelism)"
+            if plan.divides_sequences
+            else None,
+        ),
         ("schedule", schedule_line(plan)),
         ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),

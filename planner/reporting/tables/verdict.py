@@ -91,7 +91,9 @@ def _without_pipeline(plan: Plan) -> str:
         if plan.cluster.gpus == 1 or not knows_pipelines:
             return "One GPU"
         return "Use one GPU: more would not be faster"
-    if stage.divides_layers:
+    if plan.divides_sequences:
+        what = f"{plan.context_words} ({config_words(plan.config)})"
+    elif stage.divides_layers:
         what = f"tensor parallelism ({config_words(plan.config)})"
     elif stage.shards_optimizer:
         what = f"data parallelism with {stage.sharding_words.removeprefix('data parallel, ')}"

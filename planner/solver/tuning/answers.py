@@ -76,6 +76,11 @@ class FitTuning:
     solving_share: float = 0.6
     first_size_share: float = 0.6  # of what is left of it, for each size but the last
 
+    # Where sequences may be divided: share of the same for whole ones, and of what is left then for
+    # divided ones.
+    whole_share: float = 0.5
+    divided_share: float = 0.5
+
     # Sizes of microbatches for which plans are sought.
     most_sizes: int = 2
 

@@ -68,6 +68,8 @@ def assert_same_weights(one: Job, other: Job) -> None:
             "interleaved", 3, (1, 1, 1, 1), CASES, id="interleaved", marks=pytest.mark.slow
         ),
         pytest.param("zb-v", 3, (1, 1, 1, 1), CASES, id="zb-v", marks=pytest.mark.slow),
+        pytest.param("v-half", 3, (1, 1, 1, 1), CASES, id="v-half", marks=pytest.mark.slow),
+        pytest.param("v-min", 3, (1, 1, 1, 1), CASES, id="v-min", marks=pytest.mark.slow),
     ],
 )
 def test_going_on_equals_not_having_stopped(

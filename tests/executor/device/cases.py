@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from planner.schedule.controllable_memory import V_HALF, V_MIN
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from tests.executor.device.runs import Run
 
+LEAN = (V_HALF, V_MIN)
 MICROBATCHES = 4
 # Replicas of each worker's stages, and ranks of each replica.
 GROUPED = (
@@ -44,8 +46,13 @@ def _in_groups(schedule: Schedule, run: Callable[..., Run]) -> Iterator[Run]:
 
 
 def runs() -> tuple[Run, ...]:
-    """Return all of them."""
-    return tuple(run for schedule in SCHEDULES for run in _runs(schedule))
+    """Return all of them but those of `lean_runs`."""
+    return tuple(run for each in SCHEDULES if each not in LEAN for run in _runs(each))
+
+
+def lean_runs() -> tuple[Run, ...]:
+    """Return those of the schedules that are zb-v with less memory: its routes in other orders."""
+    return tuple(run for schedule in LEAN for run in _runs(schedule))
 
 
 def _runs(schedule: Schedule) -> Iterator[Run]:

@@ -19,7 +19,7 @@ import pytest
 from planner.errors import WorkerError
 from planner.executor.communication.nccl_links import NCCLLinks
 from tests.executor.device import mutations
-from tests.executor.device.cases import runs
+from tests.executor.device.cases import lean_runs, runs
 from tests.executor.device.findings import takes_late
 from tests.executor.device.other_runs import record_links, record_own_loop
 from tests.executor.device.rules import (
@@ -39,6 +39,7 @@ recorded = cache(record)
 ALL = runs()
 SOME = ALL[::13]  # of every kind; the slow tests take all
 EVERY = [SOME, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+LEANEST = [lean_runs()[::5], pytest.param(lean_runs(), marks=[pytest.mark.slow])]
 IDS = ["some", "all"]
 
 
@@ -63,6 +64,14 @@ def test_no_wait_for_a_device_closes_a_circle(shapes: list[Run]) -> None:
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
 def test_sends_may_wait_for_their_receives(shapes: list[Run]) -> None:
     assert not {str(run) for run in shapes if deadlocks(recorded(run), rendezvous=True)}
+
+
+@pytest.mark.parametrize("shapes", LEANEST, ids=IDS)
+def test_schedules_of_less_memory_wait_for_nobody_either(shapes: list[Run]) -> None:
+    """v-half and v-min: with waits for all devices, and with sends that wait for their receives."""
+    assert not {str(run) for run in shapes if deadlocks(recorded(run), waiting=range(run.workers))}
+    assert not {str(run) for run in shapes if deadlocks(recorded(run), rendezvous=True)}
+    assert not {str(run) for run in shapes if takes_late(recorded(run))}
 
 
 def test_what_is_under_way_at_an_evaluation_holds_up_nobody() -> None:

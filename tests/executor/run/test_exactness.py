@@ -252,6 +252,12 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
         pytest.param(
             CASES, "zb-v", 5, (2,) * 4, 2, id="zb-v 2 workers twice", marks=pytest.mark.slow
         ),
+        pytest.param(FEW, "v-half", 5, (1,) * 4, 2, id="v-half 2 workers few"),
+        pytest.param(
+            CASES, "v-half", 5, (2,) * 4, 2, id="v-half 2 workers twice", marks=pytest.mark.slow
+        ),
+        pytest.param(FEW, "v-min", 7, (1,) * 6, 2, id="v-min 3 workers few"),
+        pytest.param(CASES, "v-min", 4, (1,) * 4, 2, id="v-min 2 workers", marks=pytest.mark.slow),
         pytest.param(FEW, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers few"),
         pytest.param(
             CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow
