@@ -198,12 +198,15 @@ def _held(
 def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     """Return the bytes of each unit's own weights, and last of those that several units use."""
     profile = layer_costs.profile
-    size_of = {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers}
-    groups = [
-        [profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute
-    ]
-    units = units_of_stage(list(size_of), groups)
+    names = [layer.name for layer in profile.layers]
+    groups = [[names[layer] for layer in sorted(group)] for group in stage.options.recompute]
+    units = units_of_stage(names, groups)
     # A weight is counted in the first layer that has it.
     shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}
-    sizes = [sum(size_of[name] for name in unit if name not in shared) for unit in units]
+
+    size_of = {layer.name: layer.weight_bytes for layer in profile.layers}
+    sizes = []
+    for unit in units:
+        own = set(unit) - shared
+        sizes.append(sum(size_of[name] for name in own))
     return [*sizes, sum(size_of[name] for name in shared)]

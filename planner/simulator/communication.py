@@ -76,16 +76,22 @@ class ClusterLinks:
     def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
         """Yield how every link was used."""
         for rank in sorted(ranks):
-            for sends, does in ((True, "sends"), (False, "receives")):
-                yield self._link(0, rank, sends).use(f"worker {rank} {does}", rank, sends)
-        for (level, member, sends), link in sorted(self._links.items(), key=lambda item: item[0]):
+            yield self._link(0, rank, True).use(f"worker {rank} sends", rank, True)
+            yield self._link(0, rank, False).use(f"worker {rank} receives", rank, False)
+
+        for level, member, sends in sorted(self._links):
+            link = self._links[level, member, sends]
             if level > 0 and link.busy:
-                size = self._sharers[level]
-                does = "send" if sends else "receive"
-                name = f"workers {member * size}-{(member + 1) * size - 1} together {does}"
-                yield link.use(
-                    name if size > 1 else f"worker {member} beyond its group {does}s", None, sends
-                )
+                yield link.use(self._name(level, member, sends), None, sends)
+
+    def _name(self, level: int, member: int, sends: bool) -> str:
+        """Return what workers do on a link that joins them with others."""
+        does = "send" if sends else "receive"
+        size = self._sharers[level]
+        if size == 1:
+            return f"worker {member} beyond its group {does}s"
+        first = member * size
+        return f"workers {first}-{first + size - 1} together {does}"
 
     def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
         key = level, rank // self._sharers[level], sends

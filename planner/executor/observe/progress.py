@@ -123,12 +123,15 @@ class Reporter:
         # The other replicas have done their minibatches of the round by about now, too.
         newest = log.losses[-1][0] if log.losses else 0
         done = min(self._minibatches, newest + self._per_update)
-        rate = None  # minibatches per second
-        if len(self._recent) > 1:
-            rate = (len(self._recent) - 1) * self._per_update / (self._recent[-1] - self._recent[0])
-        samples_per_s = None if rate is None else rate * self._size
-        left_s = None if rate is None else (self._minibatches - done) / rate
-        self._tell(Progress(done, self._minibatches, latest_loss(log), samples_per_s, left_s))
+        loss = latest_loss(log)
+        if len(self._recent) < 2:
+            self._tell(Progress(done, self._minibatches, loss, None, None))
+            return
+
+        minibatches = (len(self._recent) - 1) * self._per_update
+        per_s = minibatches / (self._recent[-1] - self._recent[0])
+        left_s = (self._minibatches - done) / per_s
+        self._tell(Progress(done, self._minibatches, loss, per_s * self._size, left_s))
 
     def evaluated(self, evaluation: Evaluation, log: WorkerLog) -> None:
         """Show an evaluation."""

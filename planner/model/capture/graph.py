@@ -268,15 +268,19 @@ class LayerGraph:
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """The uses of values by later layers, each once, ordered by the source."""
+        uses: dict[tuple[int, str, int], None] = {}
+        for node in self.crossing:
+            made = self.owner[node]
+            for user in node.users:
+                used = self.owner.get(user, made)
+                if used != made:
+                    uses[made, node.name, used] = None
+
         names = [layer.name for layer in self.layers]
-        found = dict.fromkeys(
-            (self.owner[node], node.name, self.owner[user])
-            for node in self.crossing
-            for user in node.users
-            if self.owner.get(user, self.owner[node]) != self.owner[node]
+        return tuple(
+            Edge(source=names[made], value=value, target=names[used])
+            for made, value, used in sorted(uses, key=lambda use: use[0])
         )
-        ordered = sorted(found, key=lambda edge: edge[0])
-        return tuple(Edge(source=names[i], value=value, target=names[j]) for i, value, j in ordered)
 
     def read_by(self, layers: Sequence[GraphLayer]) -> tuple[fx.Node, ...]:
         """Return every node that the code of layers reads, in it or before it."""

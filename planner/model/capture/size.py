@@ -78,7 +78,11 @@ def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
         before = len(found)
         for place, size in symbolic:
             unknown = size.free_symbols - found.keys()
-            if len(unknown) == 1 and not size.diff(symbol := next(iter(unknown))).has(symbol):
+            if len(unknown) != 1:
+                continue
+            (symbol,) = unknown
+            is_linear = not size.diff(symbol).has(symbol)
+            if is_linear:
                 found[symbol] = place
     return found
 
@@ -87,18 +91,21 @@ def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) ->
     """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what
     none tells.
     """
-    known = dict[sympy.Symbol, int]()
-    given = list(values)
+    numbers = list(values)
+    known: dict[sympy.Symbol, int] = {}
     for symbol, place in telling(sizes).items():
+        number = numbers[place]
         if sizes[place] == symbol:
-            known[symbol] = given[place]
+            known[symbol] = number
             continue
         line = sympy.sympify(sizes[place]).subs(known)
-        known[symbol] = int((given[place] - line.subs(symbol, 0)) / line.diff(symbol))
-    samples, *others = (known.get(each, 0) for each in (BATCH, *map(length_symbol, range(lengths))))
-    if not others:
+        at_zero = line.subs(symbol, 0)
+        known[symbol] = int((number - at_zero) / line.diff(symbol))
+
+    samples = known.get(BATCH, 0)
+    if not lengths:
         return samples
-    return (samples, *others)
+    return (samples, *(known.get(length_symbol(number), 0) for number in range(lengths)))
 
 
 def is_symbolic(value: object) -> bool:

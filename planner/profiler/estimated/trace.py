@@ -102,11 +102,11 @@ class StepTrace:
         forward, backward = self._by_layer(self.costs.seconds(spec))
         updates = [update.seconds(spec) for update in self.updates]
         if spec.dispatch_s:
-            host = self._by_layer(self.costs.host_seconds(spec))
-            forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
-            updates = _at_hosts_pace(
-                updates, [update.host_launches * spec.dispatch_s for update in self.updates]
-            )
+            forward_host, backward_host = self._by_layer(self.costs.host_seconds(spec))
+            forward = _at_hosts_pace(forward, forward_host)
+            backward = _at_hosts_pace(backward, backward_host)
+            updates_host = [update.host_launches * spec.dispatch_s for update in self.updates]
+            updates = _at_hosts_pace(updates, updates_host)
         return forward, backward, updates
 
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
