@@ -155,7 +155,7 @@ def test_a_string_of_megatrons_is_priced_and_bettered(tmp_path: Path) -> None:
     assert fitted.returncode == 0, fitted.stderr
     assert fitted.stdout.startswith("as given    1-1-1-1, ")
     assert "not priced  --overlap-grad-reduce: not understood" in fitted.stdout
-    assert "--global-batch-size 32\n" in fitted.stdout
+    assert "--global-batch-size 32" in fitted.stdout
     answer = json.loads(plan(*asked, "--json", cwd=tmp_path).stdout)
     assert answer["trainer_run"]["given"]["config"] == "1-1-1-1"
     assert answer["trainer_run"]["better"]["predicted"]["seconds_per_minibatch"] > 0
