@@ -10,12 +10,13 @@ measured, too.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.profile import Device, Profile
 
 Links = Literal["known", "data sheet"]

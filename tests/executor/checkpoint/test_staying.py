@@ -62,7 +62,8 @@ def test_it_trains_on_as_if_nothing_had_happened() -> None:
     plan = plan_with((2, 4))
     old = restorable(1, seed=0)
     train(old, 3)
-    moments = [state["exp_avg"] for state in old.optimizer.state.values()]  # type: ignore[union-attr]
+    assert old.optimizer is not None
+    moments = [state["exp_avg"] for state in old.optimizer.state.values()]
 
     staying, others = take_staying(plan, plan, [old])
     new = restorable(1, seed=1)
