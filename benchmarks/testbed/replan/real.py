@@ -35,6 +35,7 @@ from planner.units import parse_bandwidth
 
 FOLDER = Path(__file__).parent
 PICTURE = ROOT / "docs" / "images" / "replan.svg"
+GAIN = 0.1  # what is left of a run of a minute repays no move otherwise
 DRAWN = "emulated"  # case of the picture
 MICROBATCHES = 4
 WINDOW = 10
@@ -167,7 +168,7 @@ def measured(case: Disturbance, plan: Plan, *, replan: bool, folder: Path) -> Ro
         arguments = ["train", str(case.model), "--plan", str(folder / "plan.json"), "--json"]
         arguments += ["--steps", str(steps), "--drift-window", str(WINDOW)]
         if replan:
-            arguments.append("--replan")
+            arguments += ["--replan", "--replan-gain", str(GAIN)]
 
         def disturb() -> AbstractContextManager[None]:
             if case.emulated:
