@@ -72,15 +72,17 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
 
 
-def config_words(config: str) -> str:
+def config_words(config: str, context: int = 1) -> str:
     """Return a config for people: that of a single stage in their words, "DP=8", "TP=4" or "DP=2
-    TP=4".
+    TP=4"; "TP=2 CP=4" where `context` ranks of a replica divide sequences.
     """
     if not re.fullmatch(r"\d+(x\d+)?", config) or config == "1":
         return short_config(config)
     replicas, _, degree = config.partition("x")
     parts = [f"DP={replicas}"] if replicas != "1" else []
-    parts += [f"TP={degree}"] if degree else []
+    dividing_layers = int(degree or 1) // context
+    parts += [f"TP={dividing_layers}"] if dividing_layers > 1 else []
+    parts += [f"CP={context}"] if context > 1 else []
     return " ".join(parts)
 
 

@@ -13,6 +13,7 @@ from planner.cost.network.link import Link
 from planner.cost.tensor import costs_at, profile_at
 from planner.errors import InputError, PlanError, ProfileError
 from planner.formats.cluster import hierarchical_cluster
+from planner.formats.plan_parts import config_words
 from planner.formats.profile import Edge, Layer, Profile
 from planner.plan.trainable import check_trainable
 from planner.solver import search_plan
@@ -230,3 +231,8 @@ def test_fit_divides_long_sequences_and_says_so(tmp_path: Path) -> None:
     assert asked.plan.context == 4
     whole = ask(context=(1,)).asked
     assert whole.plan is None or whole.plan.context is None
+
+
+def test_words_of_a_single_stage_tell_both_kinds_of_ranks_apart() -> None:
+    words = [config_words("2x8", 4), config_words("1x4", 4), config_words("2x8"), config_words("8")]
+    assert words == ["DP=2 TP=2 CP=4", "CP=4", "DP=2 TP=8", "DP=8"]

@@ -251,7 +251,7 @@ def _ways(plan: Plan) -> Table:
     rows = [
         [
             "this plan",
-            config_words(plan.config),
+            config_words(plan.config, plan.context_ranks),
             format_bytes(_most(plan)),
             words.update_range(plan.samples_per_update),
             format_rate(_per_s(plan)),
@@ -308,7 +308,7 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 
 def _split(plan: Plan) -> str:
     stages = len(plan.stages)
-    config = config_words(plan.config)
+    config = config_words(plan.config, plan.context_ranks)
     if plan.divides_sequences:
         config += f", {plan.context_words}"
     if stages > 1:

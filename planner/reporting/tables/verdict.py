@@ -92,7 +92,8 @@ def _without_pipeline(plan: Plan) -> str:
             return "One GPU"
         return "Use one GPU: more would not be faster"
     if plan.divides_sequences:
-        what = f"{plan.context_words} ({config_words(plan.config)})"
+        config = config_words(plan.config, plan.context_ranks)
+        what = f"{plan.context_words} ({config})"
     elif stage.divides_layers:
         what = f"tensor parallelism ({config_words(plan.config)})"
     elif stage.shards_optimizer:

@@ -80,6 +80,9 @@ class FitTuning:
     # divided ones.
     whole_share: float = 0.5
     divided_share: float = 0.5
+    # Seconds for the first number of ranks that may divide sequences, even where no time is left:
+    # where long sequences do not fit whole, every other answer is far from it.
+    least_divided_s: float = 5.0
 
     # Sizes of microbatches for which plans are sought.
     most_sizes: int = 2
