@@ -104,7 +104,8 @@ def report_page(
         {
             "title": escape(f"{plan.model}: {config_words(plan.config, plan.context_ranks)}"),
             "heading": escape(
-                f"{plan.model}: {config_words(plan.config, plan.context_ranks)} on {counted(plan.workers, 'GPU')}"
+                f"{plan.model}: {config_words(plan.config, plan.context_ranks)} on "
+                f"{counted(plan.workers, 'GPU')}"
             ),
             "lead": escape(f"{words.schedule_line(plan)} · {words.cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),

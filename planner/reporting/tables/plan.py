@@ -103,7 +103,8 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("model", plan.model),
         (
             "plan",
-            f"{config_words(plan.config, plan.context_ranks)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}",
+            f"{config_words(plan.config, plan.context_ranks)} on "
+            f"{counted(plan.workers, 'GPU')}{unused_gpus(plan)}",
         ),
         ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         (
