@@ -371,14 +371,18 @@ def _degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[i
 
 
 def _expert_degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[int]:
-    """Return the numbers of ranks that may divide experts: those inside a server, and of whole
-    servers those that are a power of two.
+    """Return the numbers of ranks that may divide experts: the GPUs of one, two and four servers,
+    each of which is estimated with as many experts as its ranks have.
     """
     if options.bits is not None or options.tensor or isinstance(servers, MixedServers):
         return ()
-    per_server = servers.per_server
-    across = [per_server * times for times in (2, 4) if servers.gpus % (per_server * times) == 0]
-    return [*(degree for degree in TENSOR if per_server % degree == 0), *across]
+    inside = max((degree for degree in TENSOR if servers.per_server % degree == 0), default=0)
+    across = [
+        servers.per_server * times
+        for times in (2, 4)
+        if servers.gpus % (servers.per_server * times) == 0
+    ]
+    return [degree for degree in (inside, *across) if degree > 1]
 
 
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
