@@ -58,7 +58,8 @@ def throughput_svg(rows: Iterable[Row], during_s: float) -> str:
         text(
             LEFT,
             26,
-            "Samples per second of two emulated devices, of which one is 2.5 times slower for a while",
+            "Samples per second of two emulated devices, "
+            "of which one is 2.5 times slower for a while",
         ),
         text(x0 + 6, TOP + 16, "one device is slower", Font(12)),
         text(WIDTH - RIGHT, HEIGHT - 10, "seconds", Font(12, "end")),
