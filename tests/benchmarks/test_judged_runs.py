@@ -105,9 +105,9 @@ def test_stages_of_bigscience_wait_for_their_messages() -> None:
 
 @needs_anchors
 def test_ratios_of_schedules_on_mi300x() -> None:
-    rows = [row.now() for row in primus.rows()]
-    assert [row.needs for row in rows[-2:]] == [("schedule v-half",), ("schedule v-min",)]
-    first, *others = (row for row in rows if row.predicted is not None)
+    """Of all but V-Min, which waits for what no profile measures."""
+    first, *others = (row.now() for row in primus.rows() if row.plan != "v-min")
+    assert len(others) == 4
     assert first.error == pytest.approx(-0.2, abs=0.05)
     for row in others:
         assert row.predicted is not None
