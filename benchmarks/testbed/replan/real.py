@@ -206,6 +206,8 @@ def _cells(name: str, row: Row) -> list[object]:
         for what, at, seconds in zip(row.moves, row.moved_at, row.standing_s, strict=True)
     )
     settled_s = 0.5 * DURING_S
+    if row.moves and row.moved_at[0] < DURING_S - SETTLING_S:
+        settled_s = row.moved_at[0] + row.standing_s[0] + SETTLING_S
     after: object = ""
     if end_s > DURING_S + 2:
         after = row.rate(DURING_S + SETTLING_S, end_s)
@@ -225,7 +227,7 @@ HEADERS = (
     "--replan",
     "before",
     "during, all",
-    "during, second half",
+    "during, after the move or half of it",
     "after",
     "moves",
 )
