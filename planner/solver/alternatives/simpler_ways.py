@@ -35,7 +35,8 @@ def indistinct_share(plan: Plan, tuning: Tuning) -> float:
     interval = plan.predicted.speed_interval
     if interval is None:
         return 0.0
-    return 1 - Interval(*interval).equal_speed(tuning.answer.equal_overlap)
+    share = 1 - Interval(*interval).equal_speed(tuning.answer.equal_overlap)
+    return min(share, tuning.answer.most_for_simplicity)
 
 
 def simplest_equal_ways(plan: Plan, ways: Iterable[Way], tuning: Tuning) -> list[Way]:

@@ -45,6 +45,10 @@ class AnswerTuning:
     # are told apart by less than the width of an interval.
     equal_overlap: float = 0.8
 
+    # Share of the estimated speed that a simpler plan may cost at most, however wide the interval:
+    # most of an interval's width is common to all plans of a model.
+    most_for_simplicity: float = 0.05
+
     # Share of the time that cuts inside blocks, or chunks, must save. What waits for their messages
     # is not all known.
     min_saving_share: float = 0.02
