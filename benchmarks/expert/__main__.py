@@ -296,6 +296,8 @@ def _theirs(question: Question, plan: Plan, model: Path) -> str:
         "dtype": dtype,
         "master_weights": plan.master_weights is not None,
         "tensor": [degree],
+        "stack": plan.stack,
+        "precision": plan.products,
     }
     profile = planner.estimate(model, batch_size=question.size, device=question.gpu, **how)
     priced, blocks = None, dict[int, int]()
