@@ -34,6 +34,8 @@ def improved_paths(
     search: PipelineSearch, path: CutPath
 ) -> Iterator[tuple[PipelineSearch, CutPath]]:
     """Yield ever faster paths from the best along the order, each with the search of its space."""
+    if len(path.states) == 2:  # no cut that others could lie near
+        return
 
     tuning = search.problem.tuning.branches
 

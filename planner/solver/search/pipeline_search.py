@@ -42,7 +42,10 @@ class PipelineSearch:
 
     def __init__(self, problem: Problem, space: CutSpace | None = None) -> None:
         self.problem = problem
-        self.space = space or Chain(problem.layer_costs)
+        space = space or Chain(problem.layer_costs)
+        if problem.rules.max_stages == 1:
+            space = space.only(np.array([0, len(space) - 1]))  # without a cut
+        self.space = space
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 
     def best(self) -> CutPath | None:
