@@ -10,6 +10,7 @@ from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
 from planner.analysis.slow_links import leaving_time, with_slow_links
+from planner.api.as_trained import as_trained
 from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
@@ -229,7 +230,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 def answer(request: Request) -> Plan:
     """Solve before the request's clock ends, and say what slower links would change."""
     plan = best_plan(leaving_time(request))
-    return with_slow_links(plan, request)
+    return as_trained(with_slow_links(plan, request))
 
 
 @keywords_of(PriceOptions)
@@ -266,7 +267,8 @@ def price(
     accepts = options.accept_divided_loss
     plan = priced(profile, cluster, stages, accepts_loss=accepts)
     check_priced(plan, profile, accepted=accepts)
-    return with_baselines(plan, Request(profile, plan.cluster, options_of(plan), Clock()))
+    request = Request(profile, plan.cluster, options_of(plan), Clock())
+    return as_trained(with_baselines(plan, request))
 
 
 @keywords_of(ScheduleOptions)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
+from planner.api.as_trained import as_trained
 from planner.api.mixed_servers import MixedServers, counted_gpus
 from planner.api.servers import Servers
 from planner.api.trainer_run import (
@@ -229,24 +230,18 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         asked = replace(asked, only_asked=True, context=())
     answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
-    answer = _as_trained(answer, how.stack)
+    answer = _as_trained(answer)
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
 
 
-def _as_trained(answer: Fit, stack: Stack | None) -> Fit:
-    """Return the answer with stages that `train` compiles where the stack does and the plan allows
-    it, and with a note on what it does not run as the stack does.
-    """
+def _as_trained(answer: Fit) -> Fit:
+    """Return the answer with its plan as `train` runs it."""
     plan = answer.asked.plan
-    if stack is None or plan is None or not stack.fuses_anything:
+    if plan is None:
         return answer
-    compiled = not plan.divides_layers and not plan.stages[0].shards_gradients
-    if compiled:
-        plan = replace(plan, compiled=True)
-    plan = plan.noting(stack.untrained_words(compiled=compiled))
-    return replace(answer, asked=replace(answer.asked, plan=plan))
+    return replace(answer, asked=replace(answer.asked, plan=as_trained(plan)))
 
 
 def _clock_of(options: FitOptions) -> Clock:

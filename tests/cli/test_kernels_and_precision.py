@@ -58,7 +58,7 @@ def test_an_answer_says_what_train_does_not_run(folder: Path) -> None:
     made = plan(*asked, "--minibatch", "64", "--stack", "compiled", cwd=folder)
     assert made.returncode == 0, made.stderr
     assert "priced with kernels of the compiled stack" in made.stdout
-    assert "--stack eager says how much" in made.stdout
+    assert "an estimate with --stack eager says how much" in made.stdout
 
     narrow = plan(*asked, "--minibatch", "64", "--precision", "fp8", cwd=folder)
     assert narrow.returncode == 0, narrow.stderr
@@ -67,3 +67,16 @@ def test_an_answer_says_what_train_does_not_run(folder: Path) -> None:
     refused = plan("train", "model.py", "--steps", "1", cwd=folder)
     assert refused.returncode == 2
     assert "the plan is for products in fp8" in refused.stderr
+
+
+@pytest.mark.parametrize("verb", [("solve",), ("price", "--stages", "2")])
+def test_so_do_answers_from_a_profile_with_a_stack(folder: Path, verb: tuple[str, ...]) -> None:
+    """Such a profile is what `plan fit` leaves, and its plans are trained, too."""
+    assert plan(*ESTIMATE, "--stack", "compiled", cwd=folder).returncode == 0
+    asked = (*verb, "--gpus", "2", "--bandwidth", "100GB/s", "--schedule", "1f1b-flush")
+    made = plan(*asked, "--json", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    content = json.loads(made.stdout)
+    shards_weights = content["stages"][0].get("sharding_level", 0) >= 2
+    assert content["compiled"] != shards_weights
+    assert any("priced with kernels of the compiled stack" in note for note in content["notes"])

@@ -88,8 +88,8 @@ class Stack:
             missing.append(f"compute the loss in {self.loss_chunks} chunks")
         return (
             f"priced with kernels of the {self.name} stack. `plan train` does not "
-            f"{', nor '.join(missing)}: there it takes longer and more memory; `stack=eager` says "
-            f"how much"
+            f"{', nor '.join(missing)}: there it takes longer and more memory; an estimate with "
+            f"`stack=eager` says how much"
         )
 
     def on(self, spec: DeviceSpec) -> DeviceSpec:
