@@ -207,21 +207,34 @@ class _Greedy:
     def _skip(self, slot: int, ended: int, lengths: list[int]) -> list[_Order]:
         """Repeat what was done since a slot while no worker comes near its last microbatch."""
         microbatches = self._done[0][-1] - ended
-        foremost = max(max(done) for done in self._done)
-        times = 0
-        if microbatches > 0:
-            times = max(0, (self._units - foremost - len(self._blocks)) // microbatches)
-        later = times * microbatches
+        times = self._periods_left(microbatches)
         orders = [
             _Order(steps, steps[length:], times, microbatches, [])
             for steps, length in zip(self._steps, lengths, strict=True)
         ]
+
         self.slots += times * (self.slots - slot)
-        self._done = [[each + later for each in done] for done in self._done]
-        self._turns = [[each + PERIOD * later for each in turns] for turns in self._turns]
-        self._waiting = [deque((k, unit + later) for k, unit in each) for each in self._waiting]
+        self._move_on(times * microbatches)
         self._steps = [[] for _ in self._steps]
         return orders
+
+    def _periods_left(self, microbatches: int) -> int:
+        """Return how often a period of so many microbatches can be repeated."""
+        if microbatches == 0:
+            return 0
+        foremost = max(max(done) for done in self._done)
+        left = self._units - foremost - len(self._blocks)
+        return max(0, left // microbatches)
+
+    def _move_on(self, microbatches: int) -> None:
+        """Bring all workers to the state that they have so many microbatches later."""
+        slots = PERIOD * microbatches
+        self._done = [[count + microbatches for count in done] for done in self._done]
+        self._turns = [[turn + slots for turn in turns] for turns in self._turns]
+        self._waiting = [
+            deque((number, unit + microbatches) for number, unit in waiting)
+            for waiting in self._waiting
+        ]
 
     def _fill_slot(self) -> None:
         """Let every worker do something with what was there at the slot's beginning."""
