@@ -133,17 +133,22 @@ class Expectation:
         for message, message_s in transfers(events, waited=False):
             messages[_route(message)].append(message_s)
 
-        busy_s: defaultdict[int, float] = defaultdict(float)
-        for (rank, _, _), each in seconds.items():
-            busy_s[rank] += sum(each) / count
         return cls(
             minibatch_s=plan.predicted.seconds_per_minibatch,
             computations_s={key: typical(each) for key, each in seconds.items()},
-            busy_s=busy_s,
+            busy_s=_busy_s(seconds, count),
             messages_s={key: typical(each) for key, each in messages.items()},
             per_minibatch={key: len(each) / count for key, each in messages.items()},
             by_sums=plan.lengths is not None,
         )
+
+
+def _busy_s(seconds: Mapping[_Computation, Sequence[float]], minibatches: int) -> dict[int, float]:
+    """Return the seconds per minibatch that each rank computes."""
+    busy_s: defaultdict[int, float] = defaultdict(float)
+    for (rank, _, _), each in seconds.items():
+        busy_s[rank] += sum(each) / minibatches
+    return busy_s
 
 
 @dataclass
