@@ -125,10 +125,12 @@ def run_worker(
         recovery = recover(job, heartbeat) if elastic else None
         if recovery is not None and rank >= workers:
             await_end(recovery.store)
+            supervisor.await_others()
             return 0, None
         result = train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
         if result is not None and job.folder is not None:
             supervisor.leave_result(result)
+        supervisor.await_others()
         return 0, result
     except Exception as error:
         failure = supervisor.fail(error)

@@ -5,6 +5,7 @@ see `planner.workers.rendezvous`.
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -55,6 +56,7 @@ from planner.workers.store_server import is_free, open_store
 from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
 # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_S = "10"
 END_S = 1  # how long workers have to end when a start does
 FAULTS = 100  # of its own workers that a host survives
@@ -170,8 +172,10 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
     with ended_by_signals(), held_folder("train") as folder:
         late = folder / "late"
         # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
-        ending = _telling_first(tell, END_S)
-        with launching(interface, **variables, **{LATE_VARIABLE: str(late)}), ending:
+        with (
+            launching(interface, **variables, **{LATE_VARIABLE: str(late)}),
+            _telling_first(tell, END_S),
+        ):
             config = LaunchConfig(
                 min_nodes=least,
                 max_nodes=most,
@@ -224,22 +228,24 @@ _close = PContext.close
 
 @contextmanager
 def _telling_first(
-    tell: Callable[[Mapping[int, int]], None], most_s: int | None = None
+    tell: Callable[[Mapping[int, int]], None], most_s: float = math.inf
 ) -> Iterator[None]:
     """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended
     the others.
 
     torchrun has no interface for that (read in 2.7 and 2.13): it closes the others inside the poll
     that finds the first failure, adds their exit codes to its own, with times in whole seconds, and
-    tells nothing at all of a start that it tries again. Nor can those that one start leaves be
-    given less time than those of a run that ends. So `PContext.close`, which is public, is replaced
-    while a run lasts, and reads the failures that are known by then.
+    tells nothing at all of a start that it tries again. In that poll the others have 30 seconds to
+    end, whatever the environment says: what is read from there holds for an agent that is ended by
+    a signal. So `PContext.close`, which is public, is replaced while a run lasts, and reads the
+    failures that are known by then.
 
     Args:
         tell: called once for a start, with no exit code where none has failed.
-        most_s: how long the others have to end, at most.
+        most_s: how long the others have to end, at most; never longer than the environment says.
     """
     closed: list[PContext] = []
+    limit_s = int(min(most_s, int(os.environ[SHUTDOWN_VARIABLE])))
 
     def close(
         workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30
@@ -253,7 +259,7 @@ def _telling_first(
                     for local, failure in failures.items()
                 }
             )
-        _close(workers, death_sig, timeout if most_s is None else min(timeout, most_s))
+        _close(workers, death_sig, min(timeout, limit_s))
 
     with patch.object(PContext, "close", close):
         yield
@@ -296,7 +302,7 @@ def launching(interface: str | None, **more: str) -> Iterator[None]:
     defaults = {
         "OMP_NUM_THREADS": "1",
         hashes.VARIABLE: hashes.SEED,
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S,
+        SHUTDOWN_VARIABLE: SHUTDOWN_S,
         **GPU_VARIABLES,
     }
     variables = {name: value for name, value in defaults.items() if name not in os.environ}

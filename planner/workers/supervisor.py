@@ -53,6 +53,7 @@ from planner.workers.secret_store import record_in
 from planner.workers.stacks import stacks_of_others
 from planner.workers.watch import (
     CAUSE,
+    ENDED,
     MEMORY_HINT,
     Ending,
     HangDetector,
@@ -70,6 +71,7 @@ _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups an
 _FOR_SCRIPTS = "planner.pipeline(..., hang_timeout=SECONDS)"  # what allows for more time there
 # of the time-out without a beat, after which the page has the place in the code
 _OVERDUE_SHARE = 0.5
+_ASKED_EVERY_S = 0.05  # whether all workers have ended
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._exchange, name="hang watch", daemon=True)
         self._next: NextWorker | None = None
         self._failure: Failure | None = None
+        self._ended = False  # all work of this worker is done
         self._store: Store | None = None  # None where nobody watches
 
     def watch(self, end_process: Ending) -> None:
@@ -198,9 +201,38 @@ class Supervisor:
         leave_result(self._store, result)
 
     def leave(self) -> None:
-        """Say that this worker ends as it should, before its connections close."""
+        """Say that this worker ends as it should, before its connections close.
+
+        A script's process goes on by itself; a worker's own is watched until `await_others`.
+        """
+        self._heartbeat.enter("leaving the other workers")
         if self._next is not None:
             self._next.say_goodbye()
+        if not self._own_process:
+            self.stop()
+
+    def await_others(self) -> None:
+        """Say that all work of this worker is done; one that judges stays until that holds for all
+        workers.
+
+        Otherwise nobody would miss a worker that is stopped after the judges have ended, and the
+        launcher would wait for it without an end.
+        """
+        store = self._store
+        if store is None:
+            return
+
+        self._ended = True
+        if self._detector is None:
+            self.stop()
+        # The store is gone where its host has ended, which waits for all others before.
+        with suppress(RuntimeError):
+            store.set(f"page/{self._rank}", self._own(0).model_dump_json())
+            if self._rank < self._job.plan.workers:
+                store.add(ENDED, 1)
+            while self._detector is not None and store.add(ENDED, 0) < self._job.plan.workers:
+                if self._stopped.wait(_ASKED_EVERY_S):
+                    break
         self.stop()
 
     def stop(self) -> None:
@@ -271,6 +303,7 @@ class Supervisor:
             place=innermost(stacks_of_others(), self._job) if self._is_overdue(beat) else None,
             cpu_s=time.process_time(),
             starved_s=starved_s,
+            ended=self._ended,
         )
 
     def _is_overdue(self, beat: Beat) -> bool:

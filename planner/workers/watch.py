@@ -30,6 +30,7 @@ from planner.workers.job import Failure, Job
 from planner.workers.secret_store import ForgedValueError, Part, protected, read_record
 
 CAUSE = "cause"  # under which key stands who failed first
+ENDED = "ended"  # under which key stands how many workers have done all their work
 Ending = Callable[[PlannerError | None], NoReturn]
 FOR_EVER = timedelta(days=365)
 MEMORY_HINT = "the system ends processes that exhaust its memory; see the kernel's log"
@@ -47,6 +48,7 @@ class Page(Record):
     place: str | None = None  # in its code
     cpu_s: float = 0.0  # processor time of the process
     starved_s: float = 0.0  # its main thread was ready to run, and others had all cores
+    ended: bool = False  # all its work is done, and it writes no more
 
 
 # All workers are started at once, so one that has written nothing yet can hang, too.
@@ -107,6 +109,9 @@ class HangDetector:
         """
         for rank in range(self._job.plan.workers):
             page = pages.get(rank, _NONE_YET)
+            if page.ended:
+                self._seen.pop(rank, None)
+                continue
             seen = self._seen.get(rank)
             if seen is None or seen.has_moved(page, now_s):
                 moved_s = now_s + self._first_s * (page is _NONE_YET)
@@ -115,6 +120,8 @@ class HangDetector:
                 if page.sequence != seen.page.sequence:
                     seen.written_s = now_s
                 seen.page = page
+        if not self._seen:
+            return None
         limit_s = self._timeout_s + max(seen.page.beat.slowest_s for seen in self._seen.values())
         # For how long each has not moved although it could have.
         stuck = {
@@ -143,7 +150,7 @@ class HangDetector:
                 if rank not in late:
                     return None
                 return self._failure(rank, self._found(rank, stuck[rank]) + at)
-        if len(late) < self._job.plan.workers:
+        if len(late) < len(self._seen):
             return None
         # All wait, the first one for what another one has sent: the streams of a checked plan
         # cannot stop otherwise.

@@ -26,7 +26,9 @@ from torch import nn
 
 FAULT = os.environ.get("FAULT")
 
-if FAULT and FAULT != "once":
+if FAULT == "stopped at the end" and os.environ.get("RANK") == "1":
+    torch.distributed.destroy_process_group = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+elif FAULT not in (None, "", "once", "stopped at the end"):
     # After an error NCCL waits for kernels that wait for a peer: what leaves a process group may
     # never return.
     def block(*_):
@@ -250,6 +252,29 @@ def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_
     assert code == 1
     (told,) = (line for line in lines if line.startswith("error: "))
     assert told.startswith("error: worker 0 (stage 0): has not moved for ")
+    assert "it does not respond" in told
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        (),
+        pytest.param(
+            ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_worker_that_is_stopped_after_its_last_minibatch_is_missed(
+    folder: Path, launcher: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0, which judges, has done all its work by then, and ended."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")
+    arguments = ("--hang-timeout", "4")
+    code, lines = failing(folder, "stopped at the end", *arguments, launcher=launcher)
+    assert code == 1
+    (told,) = (line for line in lines if line.startswith("error: "))
+    assert told.startswith("error: worker 1 (stage 1): has not moved for ")
     assert "it does not respond" in told
 
 

@@ -176,3 +176,44 @@ def test_the_last_worker_judges_worker_0_which_does_not_respond(
     (message,) = (text for text in watched.told.values() if text is not None)
     assert message.startswith("worker 0 (stage 0): has not moved for ")
     assert "does not respond" in message
+
+
+def test_a_judge_that_has_ended_stays_until_all_others_have(
+    plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(plans[4], 2.0, monkeypatch)
+    first, *others = watched.watches
+    judge = threading.Thread(target=first.await_others, daemon=True)
+    try:
+        watched.moving = {1, 2, 3}
+        judge.start()
+        time.sleep(4.0)  # twice as long as a worker may stand still that has not ended
+        assert watched.told == {}
+        assert judge.is_alive()
+
+        for other in others:
+            threading.Thread(target=other.await_others, daemon=True).start()
+        judge.join(TIMEOUT_S)
+        assert not judge.is_alive()
+    finally:
+        watched.close()
+    assert watched.told == {}
+
+
+def test_a_worker_that_does_not_end_is_named_once_all_others_have(
+    plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(plans[4], 2.0, monkeypatch)
+    try:
+        time.sleep(1.0)
+        watched.watches[2].stop()  # it writes no page
+        watched.moving = set()
+        for rank in (0, 1, 3):
+            each = watched.watches[rank]
+            threading.Thread(target=each.await_others, daemon=True).start()
+        await_told(watched, (0, 3))
+    finally:
+        watched.close()
+    (message,) = (text for text in watched.told.values() if text is not None)
+    assert message.startswith("worker 2 (stage 0): has not moved for ")
+    assert "does not respond" in message
