@@ -95,31 +95,33 @@ def capture_blocks(
         with autocasting(example.device_type, options.autocast):
             if values:
                 results = _run(named, example, loss)
-                found = results.small[-1]
-                refuse_loss(found.dim(), found.requires_grad)
-                # With gradients, which a forward may itself ask for, as of its input.
-                with _same_start([model]), RefuseForeignWeights(model):
-                    expected = loss_of(
-                        model(*example.args, **example.kwargs), example.target, loss
-                    ).detach()
-                if not torch.allclose(
-                    found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True
-                ):
-                    raise CaptureError(
-                        "the blocks compute another loss than the model on example_batch(): "
-                        f"{found.item():.6g} instead of {expected.item():.6g}",
-                        hint=_CONTRACT,
-                    )
+                _check_loss(model, example, loss, results.small[-1])
             else:
                 results = _run_without_values(named, example, loss)
         graph = build(results)
         if options.device == "cpu" or options.autocast is None:
             return graph
+
         # Autocast on a GPU leaves other dtypes. The hash is the same for each device that the model
         # may train on.
-        return replace(
-            build(_run_on_gpu(named, example, loss, options.device, options.autocast)),
-            hash=graph.hash,
+        on_gpu = _run_on_gpu(named, example, loss, options.device, options.autocast)
+        return replace(build(on_gpu), hash=graph.hash)
+
+
+def _check_loss(
+    model: nn.Module, example: Batch, loss: LossFunction | None, computed: Tensor
+) -> None:
+    """Raise CaptureError unless the loss that blocks computed is the model's."""
+    refuse_loss(computed.dim(), computed.requires_grad)
+    # With gradients, which a forward may itself ask for, as of its input.
+    with _same_start([model]), RefuseForeignWeights(model):
+        output = model(*example.args, **example.kwargs)
+        expected = loss_of(output, example.target, loss).detach()
+    if not torch.allclose(computed.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise CaptureError(
+            "the blocks compute another loss than the model on example_batch(): "
+            f"{computed.item():.6g} instead of {expected.item():.6g}",
+            hint=_CONTRACT,
         )
 
 
@@ -158,19 +160,24 @@ def _run_blocks(
     spans: list[_Span] = []
     makers: dict[int, int] = {}
     for index, (name, block) in enumerate(named):
-        taken = tensors_of(results[-1]) if index else []
+        taken = tensors_of(results[-1]) if results else []
         versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here
         try:
-            results.append(block(results[-1]) if index else block(*batch.args, **batch.kwargs))
+            if results:
+                made = block(results[-1])
+            else:
+                made = block(*batch.args, **batch.kwargs)
         except Exception as cause:  # whatever the user's forward raises
             raise CaptureError(
                 f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT
             ) from cause
+
         for tensor, version in zip(taken, versions, strict=True):
             if tensor._version != version:
                 spans.append((makers[address_of(tensor)], index))
-        for tensor in tensors_of(results[-1]):
+        for tensor in tensors_of(made):
             makers.setdefault(address_of(tensor), index)
+        results.append(made)
     return [*results, loss_of(results[-1], batch.target, loss)], spans
 
 
@@ -258,6 +265,48 @@ def block(*_: Any) -> Any:
     raise AssertionError("a graph of blocks is not executed")
 
 
+class _GraphWriter:
+    """Writes the graph of blocks: a call for each layer, and an item for each tensor that it
+    returns.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.code = fx.Graph()
+        self.specs: dict[fx.Node, ValueSpec] = {}
+        self._samples = batch.size
+
+    def specify(self, node: fx.Node, small: Any, large: Any) -> None:
+        """Note the spec of a value, given the value for the batch and for twice as many samples;
+        what is no tensor has none.
+        """
+        if isinstance(small, Tensor):
+            self.specs[node] = _spec(node.name, small, large, self._samples)
+
+    def inputs(self, small: Sequence[Any], large: Sequence[Any]) -> list[fx.Node]:
+        """Write a placeholder for each leaf of the batch."""
+        nodes = []
+        for index, (one, two) in enumerate(zip(small, large, strict=True)):
+            node = self.code.placeholder(f"batch_{index}")
+            self.specify(node, one, two)
+            nodes.append(node)
+        return nodes
+
+    def call(self, blocks: _Named, taken: Sequence[fx.Node]) -> fx.Node:
+        """Write the call of some blocks, or of the loss."""
+        return self.code.call_function(block, (_description(blocks), *taken))
+
+    def items(
+        self, node: fx.Node, small: Sequence[Tensor], large: Sequence[Tensor]
+    ) -> list[fx.Node]:
+        """Write an item for each tensor that a call returns."""
+        nodes = []
+        for index, (one, two) in enumerate(zip(small, large, strict=True)):
+            item = self.code.call_function(operator.getitem, (node, index))
+            self.specify(item, one, two)
+            nodes.append(item)
+        return nodes
+
+
 def _graph(
     model: nn.Module,
     named: _Named,
@@ -266,47 +315,35 @@ def _graph(
     options: ModuleOptions,
     run: _Results,
 ) -> LayerGraph:
-    code = fx.Graph()
-    specs: dict[fx.Node, ValueSpec] = {}
-
-    def value(node: fx.Node, small: Any, large: Any) -> fx.Node:
-        if isinstance(small, Tensor):
-            specs[node] = _spec(node.name, small, large, batch.size)
-        return node
-
+    writer = _GraphWriter(batch)
     leaves, batch_spec = batch.flatten()
-    pairs = enumerate(zip(leaves, batch.doubled().flatten()[0], strict=True))
-    inputs = [value(code.placeholder(f"batch_{index}"), *pair) for index, pair in pairs]
-    # the targets are the last leaves
-    arguments = len(inputs) - batch_spec.children()[-1].num_leaves
+    inputs = writer.inputs(leaves, batch.doubled().flatten()[0])
+    targets = batch_spec.children()[-1].num_leaves  # the last leaves
+    taken = inputs[: len(inputs) - targets]
+    # of the model, unless its last block shares a layer with the loss
+    outputs, output_spec = tree_flatten([])
+
     end = len(named)
     starts = _starts(run, end)
     graph_layers: list[GraphLayer] = []
     layers: list[BlockLayer] = []
     takes = None
-    taken = inputs[:arguments]
-    # of the model, unless its last block shares a layer with the loss
-    outputs, output_spec = tree_flatten([])
     for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
         blocks = tuple(named[start:after])
-        has_loss = after > end
-        if has_loss:
-            taken = [*taken, *inputs[arguments:]]
-        node = code.call_function(block, (_description(blocks), *taken))
-
         small = run.small[after - 1]
         large = run.large[after - 1]
         gives = None
-        made = list[fx.Node]()
-        if has_loss:
-            value(node, small, large)
+        made: list[fx.Node] = []
+        if after > end:
+            node = writer.call(blocks, [*taken, *inputs[len(inputs) - targets :]])
+            writer.specify(node, small, large)
         else:
+            node = writer.call(blocks, taken)
             gives = _structure(small, blocks)
-            both = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
-            for index, pair in enumerate(both):
-                made.append(value(code.call_function(operator.getitem, (node, index)), *pair))
-            if after == end:
-                outputs, output_spec = tree_flatten(gives.value(made))
+            made = writer.items(node, tensors_of(small), gives.tensors(large, blocks[-1][0]))
+        if after == end:
+            assert gives is not None
+            outputs, output_spec = tree_flatten(gives.value(made))
 
         modes = tuple(training for _, training in modes_of(module for _, module in blocks))
         layers.append(BlockLayer(blocks, takes, gives, modes))
@@ -314,6 +351,8 @@ def _graph(
         takes = gives
         taken = made
 
+    code = writer.code
+    specs = writer.specs
     code.output(node)
     names = Names(model, fx.GraphModule(nn.Module(), fx.Graph()))
     graph = LayerGraph(

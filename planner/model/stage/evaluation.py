@@ -2,7 +2,7 @@
 the same weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,50 +32,71 @@ def matching_cut(
     are in the model's order, before that of the layer before it.
     """
     stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
-    holders: dict[str, set[int]] = {}
-    for layer in training.layers:
-        for name in (*layer.parameters, *layer.buffers):
-            holders.setdefault(name, set()).add(stage_of[layer.name])
-    # a stage that holds all weights of a layer, preferably that of its name
-    fixed: list[int | None] = []
-    for layer in evaluation.layers:
-        possible = [
-            holders[name] for name in (*layer.parameters, *layer.buffers) if name in holders
-        ]
-        # tied weights may be in several stages
-        common = set[int]().union(*possible).intersection(*possible)
-        named = stage_of.get(layer.name)
-        # No stage is -1, which is behind all others, where several hold the weights.
-        fixed.append(named if named in common else min(common, default=-1 if possible else None))
+    fixed = _stages_of_weights(training, stage_of, evaluation)
     planned = [training.position[name] for names in cut for name in names]
-    followed = _next_layers(evaluation) if planned == sorted(planned) else evaluation.needs
-    # Names tell less than weights: a module that is called several times numbers its calls. So a
-    # weightless layer goes no further than the next layers with weights.
-    ahead = [len(cut) - 1 if stage is None else stage for stage in fixed]
-    for index in reversed(range(len(ahead))):
-        for earlier in followed[index]:
-            if fixed[earlier] is None:
-                ahead[earlier] = min(ahead[earlier], ahead[index])
+    followed: Sequence[Set[int]] = evaluation.needs
+    if planned == sorted(planned):
+        followed = _next_layers(evaluation)
+    last = _last_stages(fixed, followed, len(cut) - 1)
 
     stages: list[list[str]] = [[] for _ in cut]
     chosen: list[int] = []
     for index, layer in enumerate(evaluation.layers):
-        least = max((chosen[earlier] for earlier in followed[index]), default=0)
-        if ahead[index] < least:
+        first = max((chosen[earlier] for earlier in followed[index]), default=0)
+        if last[index] < first:
             raise CaptureError(
-                f"in evaluation layer '{layer.name}' runs after layers of stage {least}, but an "
-                f"earlier stage or "
-                "several hold the weights",
+                f"in evaluation layer '{layer.name}' runs after layers of stage {first}, but an "
+                f"earlier stage or several hold the weights",
                 hint="cut the model elsewhere, or evaluate the unsplit model with the saved "
                 "weights",
             )
+
         wanted = fixed[index]
         if wanted is None:
             wanted = stage_of.get(layer.name, chosen[-1] if chosen else 0)
-        stage = min(max(least, wanted), ahead[index])
+        stage = min(max(first, wanted), last[index])
         chosen.append(stage)
         stages[stage].append(layer.name)
     return stages
+
+
+def _stages_of_weights(
+    training: LayerGraph, stage_of: Mapping[str, int], evaluation: LayerGraph
+) -> list[int | None]:
+    """Return the stage that holds all weights of each layer in evaluation, preferably that of the
+    layer's name; None for a layer without weights, and -1, which is before all stages, where
+    several hold parts of them.
+    """
+    holders: dict[str, set[int]] = {}
+    for layer in training.layers:
+        for name in (*layer.parameters, *layer.buffers):
+            holders.setdefault(name, set()).add(stage_of[layer.name])
+
+    stages: list[int | None] = []
+    for layer in evaluation.layers:
+        weights = (*layer.parameters, *layer.buffers)
+        possible = [holders[name] for name in weights if name in holders]
+        if not possible:
+            stages.append(None)
+            continue
+        common = set.intersection(*possible)  # several, where weights are tied
+        named = stage_of.get(layer.name)
+        stages.append(named if named in common else min(common, default=-1))
+    return stages
+
+
+def _last_stages(fixed: Sequence[int | None], followed: Sequence[Set[int]], last: int) -> list[int]:
+    """Return the last stage that each layer may be in.
+
+    Names tell less than weights: a module that is called several times numbers its calls. So a
+    layer without weights goes no further than the next layers with weights.
+    """
+    limits = [last if stage is None else stage for stage in fixed]
+    for index in reversed(range(len(limits))):
+        for earlier in followed[index]:
+            if fixed[earlier] is None:
+                limits[earlier] = min(limits[earlier], limits[index])
+    return limits
 
 
 def _next_layers(graph: LayerGraph) -> list[set[int]]:
@@ -121,39 +142,57 @@ def build_evaluation(
         evaluation.position[name]: stage for stage, names in enumerate(stages) for name in names
     }
     last = stage_of[evaluation.owner[evaluation.loss]]
-    outputs = _outputs(evaluation, stage_of, last) if output else []
+    outputs = []
+    assemble: ModelOutput = _no_output
+    if output:
+        outputs = _outputs(evaluation, stage_of, last)
+        assemble = _model_output(evaluation)
+
     keep = [node.name for node in outputs]
+    modules = {}
+    for stage in wanted:
+        if not stages[stage]:
+            continue
+        trained = None if of is None else of[stage]
+        variant = Variant(division=division)
+        if trained is not None and trained.units is not None:
+            units = matching_cut(training, trained.units.layers, evaluation)
+            variant = replace(variant, units=tuple(map(tuple, units)))
+        before = [name for names in stages[:stage] for name in names]
+        modules[stage] = build_stage(evaluation, stages[stage], keep, variant, trained, before)
+    return EvaluationStages(
+        modules,
+        _transfers(evaluation, stage_of, outputs, last),
+        last,
+        assemble,
+        evaluation.batch_size,
+        evaluation.options.autocast,
+        evaluation.lengths,
+    )
+
+
+def _transfers(
+    graph: LayerGraph, stage_of: Mapping[int, int], outputs: Sequence[fx.Node], last: int
+) -> dict[tuple[int, int], list[ValueSpec]]:
+    """Return the values that stages exchange, by source and target; the last one gets the model's
+    `outputs`, too.
+    """
     transfers: dict[tuple[int, int], list[ValueSpec]] = {}
-    for node, index in evaluation.owner.items():
-        users = {
-            stage_of[evaluation.owner[user]] for user in node.users if user in evaluation.owner
-        }
-        users = set() if node in evaluation.fixed else users  # each stage makes it itself
+    for node, index in graph.owner.items():
+        users = set()
+        if node not in graph.fixed:  # which each stage makes itself
+            users = {stage_of[graph.owner[user]] for user in node.users if user in graph.owner}
         if node in outputs:
             users.add(last)
         # A node with users in later stages has a spec: otherwise its layer would have been joined
         # with theirs.
         for source, target in pairwise(sorted({stage_of[index], *users})):
-            transfers.setdefault((source, target), []).append(evaluation.specs[node])
-    modules = {}
-    for stage in (number for number in wanted if stages[number]):
-        variant = Variant(division=division)
-        whole = None if of is None else of[stage]
-        if whole is not None and whole.units is not None:
-            found = matching_cut(training, whole.units.layers, evaluation)
-            variant = replace(variant, units=tuple(map(tuple, found)))
-        before = [name for names in stages[:stage] for name in names]
-        modules[stage] = build_stage(evaluation, stages[stage], keep, variant, whole, before)
-    made = _model_output(evaluation) if output else lambda _known, _batch: None
-    return EvaluationStages(
-        modules,
-        transfers,
-        last,
-        made,
-        evaluation.batch_size,
-        evaluation.options.autocast,
-        evaluation.lengths,
-    )
+            transfers.setdefault((source, target), []).append(graph.specs[node])
+    return transfers
+
+
+def _no_output(_known: Mapping[str, Tensor], _batch: Batch) -> None:
+    return None
 
 
 def _model_output(graph: LayerGraph) -> ModelOutput:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
@@ -96,19 +96,28 @@ def boundary_of(
         later: positions of the layers that run after these and take values from them.
         keep: names of further values made here that count as sent.
     """
-    own = set(positions)
+    here = set(positions)
     layers = tuple(graph.layers[position] for position in positions)
     used = graph.read_by(layers)
-    inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf in used]
-    received = [node for node in graph.crossing if node in used and graph.owner[node] not in own]
+    inputs = tuple((index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in used)
     made = [node for layer in layers for node in layer.nodes]
-    passing = [node for node in (*received, *made) if node not in graph.fixed or node.name in keep]
-    sent = [
-        node for node in passing if not later.isdisjoint(graph.users(node)) or node.name in keep
-    ]
-    loss = graph.loss if graph.loss in made else None
+    received = tuple(
+        node for node in graph.crossing if node in used and graph.owner[node] not in here
+    )
+
+    sent = []
+    for node in (*received, *made):
+        has_users = node not in graph.fixed and not later.isdisjoint(graph.users(node))
+        if has_users or node.name in keep:
+            sent.append(node)
     return Boundary(
-        tuple(positions), layers, used, tuple(inputs), tuple(received), tuple(sent), loss
+        positions=tuple(positions),
+        layers=layers,
+        used=used,
+        inputs=inputs,
+        received=received,
+        sent=tuple(sent),
+        loss=graph.loss if graph.loss in made else None,
     )
 
 
@@ -169,36 +178,50 @@ def divided(
     """Divide the layers of a stage into segments, given the groups that recompute; for each whether
     it recomputes.
     """
-    # Places are those in the stage, whose layers need not follow one another in the graph.
-    place_of = {layer.name: place for place, layer in enumerate(boundary.layers)}
+    runs = _runs(boundary, groups)
+    if len(runs) == 1:
+        (run,) = runs
+        return [(boundary, run.recomputes)]
+
+    kept = [node.name for node in boundary.sent]
     segments = []
+    for run in runs:
+        positions = boundary.positions[run.first : run.last + 1]
+        later = set(boundary.positions[run.last + 1 :])
+        segments.append((boundary_of(graph, positions, later, kept), run.recomputes))
+    return segments
+
+
+class _Run(NamedTuple):
+    """Layers that follow one another, by their places in the stage."""
+
+    first: int
+    last: int
+    recomputes: bool
+
+
+def _runs(boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[_Run]:
+    """Return the groups that recompute and what lies between them, in order.
+
+    The layers of a stage need not follow one another in the graph.
+    """
+    place_of = {layer.name: place for place, layer in enumerate(boundary.layers)}
+    placed = sorted((sorted(place_of.get(name, -1) for name in names), names) for names in groups)
+    runs = []
     start = 0
-    for places, names in sorted(
-        (sorted(place_of.get(name, -1) for name in names), names) for names in groups
-    ):
+    for places, names in placed:
         first = places[0]
         last = places[-1]
         if first < start or places != list(range(first, last + 1)):
             raise CaptureError(
                 f"the layers {list(names)}, which are to recompute together, do not follow one "
-                f"another in their stage, "
-                "or some are in two groups",
+                f"another in their stage, or some are in two groups",
                 hint="make the plan again with: plan solve",
             )
-        segments += [(start, first - 1, False), (first, last, True)]
+        runs += [_Run(start, first - 1, False), _Run(first, last, True)]
         start = last + 1
-    segments = [
-        each for each in [*segments, (start, len(place_of) - 1, False)] if each[0] <= each[1]
-    ]
-    if len(segments) == 1:
-        return [(boundary, segments[0][2])]
-    kept = [node.name for node in boundary.sent]
-    divided = []
-    for first, last, again in segments:
-        positions = boundary.positions[first : last + 1]
-        later = set(boundary.positions[last + 1 :])
-        divided.append((boundary_of(graph, positions, later, kept), again))
-    return divided
+    runs.append(_Run(start, len(place_of) - 1, False))
+    return [run for run in runs if run.first <= run.last]
 
 
 def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:

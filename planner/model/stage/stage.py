@@ -162,74 +162,91 @@ class StageModule(nn.Module):
                 "this stage reads the batch, but got none", hint="pass the batch to every stage"
             )
         leaves, spec = batch.flatten()
-        if spec != self._batch_spec and _structure(spec) != _structure(self._batch_spec):
-            raise ModelFileError(
-                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of "
-                f"example_batch() were "
-                f"{_outline(self._batch_spec)}",
-                hint="dataset() and example_batch() must give the model the same arguments",
-            )
+        self._check_structure(spec)
+        self._check_constants(leaves)
+
+        # The batch may be read again, by another stage or to recompute this one.
+        for place in self._written:
+            leaves[place] = leaves[place].clone()
+        targets = spec.children()[-1].num_leaves
+        arguments = len(leaves) - targets
+        read = []
+        for index, _ in self._inputs:
+            leaf = leaves[index]
+            if index < arguments and isinstance(leaf, Tensor):
+                leaf = self.options.input(leaf)
+            read.append(leaf)
+        return read
+
+    def _check_structure(self, spec: TreeSpec) -> None:
+        if spec == self._batch_spec or _structure(spec) == _structure(self._batch_spec):
+            return
+        raise ModelFileError(
+            f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of "
+            f"example_batch() were {_outline(self._batch_spec)}",
+            hint="dataset() and example_batch() must give the model the same arguments",
+        )
+
+    def _check_constants(self, leaves: Sequence[Any]) -> None:
         for place, captured in self._constants.items():
             if not _is_same(leaves[place], captured):
                 raise ModelFileError(
                     f"a batch has {_named(leaves[place])} where example_batch() had "
-                    f"{_named(captured)}, and what is no "
-                    "tensor is part of the captured model",
+                    f"{_named(captured)}, and what is no tensor is part of the captured model",
                     hint="leave it out of the batch, or let example_batch() and dataset() give a "
-                    "tensor with one "
-                    "element for each sample",
+                    "tensor with one element for each sample",
                 )
-        # The batch may be read again, by another stage or to recompute this one.
-        for place in self._written:
-            leaves[place] = leaves[place].clone()
-        arguments = len(leaves) - spec.children()[-1].num_leaves  # no targets
-        return [
-            self.options.input(leaves[index])
-            if index < arguments and isinstance(leaves[index], Tensor)
-            else leaves[index]
-            for index, _ in self._inputs
-        ]
 
     def _numbers_for(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
         """Return the numbers that the code takes with these values, whose dtypes and shapes are
         checked.
         """
-        leaves = [
-            leaf for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None
-        ]
-        seen = tuple([(tensor.shape, tensor.dtype) for tensor in (*received, *leaves)])
-        found = self._numbers.get(seen)
-        if found is None:
-            specs = (*self.received, *(spec for _, spec in self._inputs if spec is not None))
-            given = list(zip(specs, (*received, *leaves), strict=True))
-            pairs = [
-                pair
-                for spec, tensor in given
-                for pair in zip(spec.sizes, tensor.shape, strict=False)
-            ]
-            size = extent_told(
-                tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths)
-            )
-            if self.fixed_batch_size is not None:
-                if isinstance(size, tuple):
-                    size = (self.fixed_batch_size, *size[1:])
-                else:
-                    size = self.fixed_batch_size
-            for spec, tensor in given:
-                if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
-                    raise ModelFileError(
-                        f"batch input '{spec.name}' is {tensor.dtype} of shape "
-                        f"{tuple(tensor.shape)}, the model was "
-                        f"captured with {spec.dtype} of shape {spec.shape(size)}",
-                        hint="dataset() and example_batch() must give tensors of the same shape "
-                        "and dtype",
-                    )
+        tensors = list(received)
+        specs = list(self.received)
+        for (_, spec), leaf in zip(self._inputs, inputs, strict=True):
+            if spec is not None:
+                tensors.append(leaf)
+                specs.append(spec)
+
+        # A list is made faster than a generator is read, and this runs for every microbatch.
+        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        if shapes not in self._numbers:
+            extent = self._extent_of(specs, tensors)
+            _check_tensors(specs, tensors, extent)
             if len(self._numbers) >= MOST_EXTENTS:
                 self._numbers.clear()
-            found = self._numbers[seen] = [
-                evaluate_number(expression, size) for expression in self._expressions
+            self._numbers[shapes] = [
+                evaluate_number(expression, extent) for expression in self._expressions
             ]
-        return found
+        return self._numbers[shapes]
+
+    def _extent_of(self, specs: Sequence[ValueSpec], tensors: Sequence[Tensor]) -> Extent:
+        """Return the extent that the sizes of these values tell."""
+        pairs = [
+            pair
+            for spec, tensor in zip(specs, tensors, strict=True)
+            for pair in zip(spec.sizes, tensor.shape, strict=False)
+        ]
+        extent = extent_told(
+            tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths)
+        )
+        if self.fixed_batch_size is None:
+            return extent
+        if isinstance(extent, tuple):
+            return (self.fixed_batch_size, *extent[1:])
+        return self.fixed_batch_size
+
+
+def _check_tensors(specs: Sequence[ValueSpec], tensors: Sequence[Tensor], extent: Extent) -> None:
+    """Raise ModelFileError for a tensor that is not as the model was captured with."""
+    for spec, tensor in zip(specs, tensors, strict=True):
+        shape = spec.shape(extent)
+        if tensor.dtype != spec.dtype or tensor.shape != shape:
+            raise ModelFileError(
+                f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"the model was captured with {spec.dtype} of shape {shape}",
+                hint="dataset() and example_batch() must give tensors of the same shape and dtype",
+            )
 
 
 def _is_same(leaf: Any, captured: Any) -> bool:
@@ -294,48 +311,65 @@ def build_stage(
     earlier = _earlier(graph, positions, before)
     later = set(range(len(graph.layers))) - earlier - set(positions)
     boundary = parts.stage_boundary(graph, positions, later, keep)
+
     # again, for deferred weights: they were made after the capture
     graph.options.prepare(graph.model)
     blocks = None
-    if graph.blocks is not None:
-        blocks = StageBlocks(graph, boundary, variant)
-    if blocks is None:
+    if graph.blocks is None:
         weights = weights_of(graph, boundary.layers)
     else:
+        blocks = StageBlocks(graph, boundary, variant)
         weights = blocks.weights
     if of is not None:
         use_registries(weights, of)
+
     borders = [*boundary.received, *boundary.sent]
     division = variant.division.within(graph, borders)
     specs = {node: division.exchanged(node, graph.specs[node]) for node in borders}
-    places: dict[str, str] = {}
-    segments = []
-    for part, again in parts.divided(
-        graph, boundary, [*filter(None, variant.units)] or variant.recompute
-    ):
-        builder = SegmentBuilder(graph, part, replace(variant, division=division), weights, blocks)
-        segment = builder.build()
-        places |= builder.places
-        if again and (
-            not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute
-        ):
-            segment = parts.recomputing(
-                segment, parts.places_of(weights, builder.written()), places
-            )
-        segments.append(segment)
-    takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
+    segments, places = _segments(
+        graph, boundary, replace(variant, division=division), weights, blocks
+    )
     units = None
     if variant.units:
-        if of is not None:
-            units = of.units
-        else:
-            units = units_of(graph, variant.units)
+        units = units_of(graph, variant.units) if of is None else of.units
         assert units is not None
         segments = units.wrapped(segments, variant.units)
+
+    takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
     code = parts.joined(segments, takes, [node.name for node in boundary.makes])
     if units is not None:
         code = replace(code, run=partial(units.whole, code.run))
     return StageModule(graph, boundary, weights, code, places, variant.division, specs, units)
+
+
+def _segments(
+    graph: LayerGraph,
+    boundary: Boundary,
+    variant: Variant,
+    weights: nn.Module,
+    blocks: StageBlocks | None,
+) -> tuple[list[Segment], dict[str, str]]:
+    """Return the segments of a stage in order, and where the user's file makes each value of their
+    code, by the value's name.
+
+    A segment is a unit where replicas divide weights, else what recomputes together or lies between
+    two such groups.
+    """
+    units = [names for names in variant.units if names]
+    segments = []
+    places: dict[str, str] = {}
+    for part, recomputes in parts.divided(graph, boundary, units or variant.recompute):
+        builder = SegmentBuilder(graph, part, variant, weights, blocks)
+        segment = builder.build()
+        places |= builder.places
+        if units:
+            names = tuple(layer.name for layer in part.layers)
+            recomputes = names in variant.recompute
+        if recomputes:
+            written = parts.places_of(weights, builder.written())
+            segment = parts.recomputing(segment, written, places)
+        segments.append(segment)
+    return segments, places
 
 
 def _earlier(

@@ -2,7 +2,7 @@
 weights of each apart.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,30 +77,43 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
         )
     for name, parameter in graph.model.named_parameters():
         refuse_divided_hooks(name, parameter)
+    users = _users_of_weights(graph, layers)
+    alone = []
+    for number in range(len(layers)):
+        names = [name for name, units in users.items() if units == {number}]
+        alone.append(frozenset(graph.names_of(names)))
+    return Units(tuple(map(tuple, layers)), tuple(alone), tuple(Unit() for _ in layers), Unit())
+
+
+def _users_of_weights(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> dict[str, set[int]]:
+    """Return the numbers of the units that use each weight, themselves or what was computed from
+    weights alone, which may be a view of them.
+    """
     unit_of = {name: number for number, names in enumerate(layers) for name in names}
-    units = [unit_of[layer.name] for layer in graph.layers]
     users: dict[str, set[int]] = {}
-    # values that depend on weights alone, perhaps views of them
-    computed: dict[fx.Node, set[str]] = {}
-    for unit, layer in zip(units, graph.layers, strict=True):
+    computed: dict[fx.Node, set[str]] = {}  # from these weights alone
+    for layer in graph.layers:
+        unit = unit_of[layer.name]
         for name in layer.parameters:
             users.setdefault(name, set()).add(unit)
         for node in layer.nodes:
-            weights = [graph.names.parameter(source) for source in node.all_input_nodes]
-            sources = zip(weights, node.all_input_nodes, strict=True)
-            depends = [{weight} if weight else computed.get(source) for weight, source in sources]
-            if depends and None not in depends:
-                computed[node] = set().union(*filter(None, depends))
+            origins = [_weights_behind(source, graph, computed) for source in node.all_input_nodes]
+            known = [weights for weights in origins if weights is not None]
+            if known and len(known) == len(origins):
+                computed[node] = set().union(*known)
             for source in node.all_input_nodes:
                 for name in computed.get(source, ()):
                     users.setdefault(name, set()).add(unit)
-    own = [
-        frozenset(
-            alias
-            for name, using in users.items()
-            if using == {number}
-            for alias in graph.names_of([name])
-        )
-        for number in range(len(layers))
-    ]
-    return Units(tuple(map(tuple, layers)), tuple(own), tuple(Unit() for _ in layers), Unit())
+    return users
+
+
+def _weights_behind(
+    source: fx.Node, graph: LayerGraph, computed: Mapping[fx.Node, set[str]]
+) -> set[str] | None:
+    """Return the weights that a value is, or was computed from alone; None where it depends on more
+    than weights.
+    """
+    weight = graph.names.parameter(source)
+    if weight:
+        return {weight}
+    return computed.get(source)

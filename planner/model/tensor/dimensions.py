@@ -270,54 +270,83 @@ def dimension_of(
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
     operation = packet_of(node)
-    first = node.args[0] if node.args else None
     if operation is None or not shape_of(node):
         return None
-    dimension = divided[next(iter(divided))]
+
     if operation is _aten.scaled_dot_product_attention:
-        heads = {len(shape_of(source)) - 3 for source in divided}
-        if set(divided.values()) == heads and first in divided:
-            return heads.pop()
-        return None
+        return _of_attention(node, divided)
     if operation in (_aten.matmul, _aten.bmm):
-        batch = (
-            len(divided) == 2
-            and set(divided.values()) == {dimension}
-            and dimension < len(shape_of(node)) - 2
-        )
-        return dimension if batch else None
+        return _of_batches(node, divided)
     if operation in _ALONG:
-        own = along(node)
-        if own is None or own == dimension:
-            return None
-        same = all(
-            divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each)
-        )
-        if not same:
-            return None
-        return dimension - (operation in ONES and own < dimension)
+        return _of_other_dimensions(node, divided)
+    first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node):
         return None
     if first in divided:
+        dimension = divided[first]
         before = shape_of(first)
         after = shape_of(node)
         if operation in RESHAPES:
-            return _viewed(before, after, divided[first])
+            return _viewed(before, after, dimension)
         if operation in (_aten.transpose, _aten.permute):
-            return _moved(node, len(before), divided[first])
+            return _moved(node, len(before), dimension)
         if operation in (*_NORMS, *_SUMS):
-            given: Any = node.args[1] if len(node.args) > 1 else ()
-            over = given
-            if operation in _NORMS:
-                over = range(-len(given), 0)
-            if over and dimension < min(each % len(before) for each in over):
-                return dimension
-            return None
+            return _of_sums(node, len(before), _first_dimension(divided))
         if operation in _SAME:
+            dimension = _first_dimension(divided)
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
     if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
         return _pointwise(node, divided, parts)
+    return None
+
+
+def _first_dimension(divided: Mapping[fx.Node, int]) -> int:
+    return divided[next(iter(divided))]
+
+
+def _of_attention(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
+    """Return the dimension of the heads, along which query, key and value are divided."""
+    heads = {len(shape_of(source)) - 3 for source in divided}
+    if node.args[0] in divided and set(divided.values()) == heads:
+        return heads.pop()
+    return None
+
+
+def _of_batches(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
+    """Return the dimension before the matrices along which both factors are divided."""
+    dimension = _first_dimension(divided)
+    matrices = len(shape_of(node)) - 2
+    if len(divided) == 2 and set(divided.values()) == {dimension} and dimension < matrices:
+        return dimension
+    return None
+
+
+def _of_other_dimensions(node: fx.Node, divided: Mapping[fx.Node, int]) -> int | None:
+    """Return the dimension of an operation along another one, which all its inputs are divided
+    along.
+    """
+    dimension = _first_dimension(divided)
+    other = along(node)
+    if other is None or other == dimension:
+        return None
+    sources = [source for source in node.all_input_nodes if shape_of(source)]
+    if any(divided.get(source) != dimension for source in sources):
+        return None
+    if packet_of(node) in ONES and other < dimension:
+        return dimension - 1
+    return dimension
+
+
+def _of_sums(node: fx.Node, dimensions: int, dimension: int) -> int | None:
+    """Return the dimension of a norm or a sum whose input has so many dimensions, and is divided
+    along one before those that it sums over.
+    """
+    over: Any = node.args[1] if len(node.args) > 1 else ()
+    if packet_of(node) in _NORMS:
+        over = range(-len(over), 0)
+    if over and dimension < min(each % dimensions for each in over):
+        return dimension
     return None
 
 

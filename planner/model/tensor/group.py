@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.row_exchange import over_gloo, swap
@@ -214,12 +214,12 @@ class TensorGroup:
         divide.
         """
         own = [size // self.degree for size in sizes]
-        parts = torch.split(self._own(value, dimension), own, dimension)
+        parts = torch.split(_local(value, Shard(dimension)), own, dimension)
         return tuple(self.part(each, dimension) for each in parts)
 
     def narrow(self, value: Tensor, start: int, length: int, dimension: int) -> Tensor:
         """Return one block of a packed value, which the ranks divide."""
-        own = self._own(value, dimension)
+        own = _local(value, Shard(dimension))
         return self.part(
             own.narrow(dimension, start // self.degree, length // self.degree), dimension
         )
@@ -228,17 +228,12 @@ class TensorGroup:
         """Return a packed value with a dimension of its own for its blocks, before the one that the
         ranks divide.
         """
-        own = self._own(value, dimension)
+        own = _local(value, Shard(dimension))
         size = own.shape[dimension] // blocks
         return self.part(
             own.reshape(*own.shape[:dimension], blocks, size, *own.shape[dimension + 1 :]),
             dimension + 1,
         )
-
-    def _own(self, value: Tensor, dimension: int) -> Tensor:
-        assert isinstance(value, DTensor)
-        own: Tensor = value.redistribute(placements=[Shard(dimension)]).to_local()
-        return own
 
     def sum(self, value: Tensor) -> Tensor:
         return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
@@ -274,31 +269,24 @@ class TensorGroup:
         dimension = query.dim() - 3
         heads = query.shape[dimension]
         if enable_gqa and key.shape[dimension] % self.degree:
-            key, value = (_expanded(each, heads) for each in (key, value))
+            key = _expanded(key, heads)
+            value = _expanded(value, heads)
             enable_gqa = False
-        divides = dimension >= 0 and not any(
-            each.shape[dimension] % self.degree for each in (query, key)
+        divides = (
+            dimension >= 0 and heads % self.degree == 0 and key.shape[dimension] % self.degree == 0
         )
-        own = Shard(dimension) if divides else Replicate()
-        tensors = [
-            each.redistribute(placements=[own]).to_local()  # type: ignore[attr-defined]
-            for each in (query, key, value)
-        ]
+        placement = Shard(dimension) if divides else Replicate()
+        q, k, v = (_local(each, placement) for each in (query, key, value))
         mask = None
         if attn_mask is not None:
-            assert isinstance(attn_mask, DTensor)
-            by_heads = divides and attn_mask.dim() >= 3 and attn_mask.shape[-3] == heads
-            placement = Shard(attn_mask.dim() - 3) if by_heads else Replicate()
-            gradient = placement if by_heads or not divides else Partial()
-            mask = attn_mask.redistribute(placements=[placement]).to_local(
-                grad_placements=[gradient]
-            )
-        q, k, v = tensors
+            mask = self._local_mask(attn_mask, heads, divides=divides)
+
         if dropout_p == 0:
             made = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
-            return DTensor.from_local(made, self.mesh, [own], run_check=False)
+            return DTensor.from_local(made, self.mesh, [placement], run_check=False)
+
         # By its formula: the kernels draw the numbers themselves, those of a part others than those
         # of the whole.
         shape = (*query.shape[:-1], key.shape[-2])
@@ -306,19 +294,50 @@ class TensorGroup:
         if divides:
             noise = noise.chunk(self.degree, dimension)[self.place]
         if enable_gqa:
-            k, v = (_expanded(each, q.shape[-3]) for each in (k, v))
-        root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        scores = (q * root) @ (k.transpose(-2, -1) * root)
+            k = _expanded(k, q.shape[-3])
+            v = _expanded(v, q.shape[-3])
         if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is not None:
-            if mask.dtype == torch.bool:
-                scores = scores.masked_fill(mask.logical_not(), -math.inf)
-            else:
-                scores = scores + mask
-        return DTensor.from_local(
-            (scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False
-        )
+            square = (q.shape[-2], k.shape[-2])
+            mask = torch.ones(square, dtype=torch.bool, device=q.device).tril()
+        weights = _attention_weights(q, k, mask, scale)
+        return DTensor.from_local((weights * noise) @ v, self.mesh, [placement], run_check=False)
+
+    def _local_mask(self, mask: Tensor, heads: int, *, divides: bool) -> Tensor:
+        """Return this rank's part of an attention mask.
+
+        Args:
+            mask: for all heads alike, or with a dimension of `heads` before the last two.
+            divides: whether each rank attends with its own heads, so that the gradient of a mask
+                for all heads is the sum of the ranks'.
+        """
+        assert isinstance(mask, DTensor)
+        placement: Placement = Replicate()
+        gradient: Placement = Partial() if divides else Replicate()
+        if divides and mask.dim() >= 3 and mask.shape[-3] == heads:
+            placement = gradient = Shard(mask.dim() - 3)
+        return mask.redistribute(placements=[placement]).to_local(grad_placements=[gradient])
+
+
+def _local(value: Tensor, placement: Placement) -> Tensor:
+    """Return this rank's part of a value that is placed so."""
+    assert isinstance(value, DTensor)
+    part: Tensor = value.redistribute(placements=[placement]).to_local()
+    return part
+
+
+def _attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return softmax(query key^T scale + mask), of shape (..., queries, keys)."""
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    root = math.sqrt(scale)
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(mask.logical_not(), -math.inf).softmax(-1)
+    return (scores + mask).softmax(-1)
 
 
 class _Alone(torch.autograd.Function):
