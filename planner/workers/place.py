@@ -182,54 +182,61 @@ def choose_place(
     check_backend(device, backend)
     if device == "cpu":
         return CPU
-    without = [seat for seat in seats if not seat.gpus or seat.kind != device]
-    if without:
-        others = ", but others do"
-        if len(without) == len(seats):
-            others = ""
-        hint = (
-            f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right?"
-        )
-        raise InputError(
-            f"PyTorch sees no GPU in {names_of(without)}{others}",
-            hint=f"{hint} Or use `device=cpu`",
-        )
+    _check_gpus(seats, device)
+
     chosen = assign_gpus(seats)
     compute = torch.device(device, chosen[rank])
-    own = runtime_of(device).backend
-    if "gloo" in (backend, own) or own not in get_args(Backend):
+    library = runtime_of(device).backend
+    if "gloo" in (backend, library) or library not in get_args(Backend):
         return Place(compute, torch.device("cpu"))
-    name = own.upper()
-    if not dist.is_backend_available(own):
-        raise InputError(f"this PyTorch has no {name}", hint="send with `backend=gloo`")
+    if not dist.is_backend_available(library):
+        raise InputError(f"this PyTorch has no {library.upper()}", hint="send with `backend=gloo`")
+
     gpus = [seat.gpus[index] for seat, index in zip(seats, chosen, strict=True)]
-    # NCCL tells GPUs apart by their place on the bus, which slices of one GPU have in common.
-    places = [
-        gpu.uuid if gpu.board is None else f"{seat.host} {gpu.board}"
-        for seat, gpu in zip(seats, gpus, strict=True)
-    ]
-    if (shared := next((each for each in places if places.count(each) > 1), None)) is not None:
-        sharing = [seat for seat, each in zip(seats, places, strict=True) if each == shared]
-        slices = (
-            len({gpu.uuid for gpu, each in zip(gpus, places, strict=True) if each == shared}) > 1
-        )
-        what = "have slices of" if slices else "share"
-        if own != "nccl" or backend != "nccl":
-            hint = (
-                "start as many workers on each host as it has GPUs, or let them share with "
-                "`backend=gloo`"
-            )
-            hint += (
-                "; `backend=nccl` shares, too, and is for trying NCCL on one GPU"
-                if own == "nccl"
-                else ""
-            )
-            raise InputError(
-                f"{names_of(sharing)} would {what} one GPU, and {name} needs one for each",
-                hint=hint,
-            )
+    sharing = _sharing(seats, gpus)
+    if not sharing:
+        return Place(compute, compute)
+    if library == backend == "nccl":
         return Place(compute, compute, nccl_host=f"{seats[rank].host} {rank}")
-    return Place(compute, compute)
+    slices = len({gpus[each].uuid for each in sharing}) > 1
+    what = "have slices of" if slices else "share"
+    names = names_of([seats[each] for each in sharing])
+    hint = (
+        "start as many workers on each host as it has GPUs, or let them share with `backend=gloo`"
+    )
+    if library == "nccl":
+        hint = f"{hint}; `backend=nccl` shares, too, and is for trying NCCL on one GPU"
+    raise InputError(
+        f"{names} would {what} one GPU, and {library.upper()} needs one for each", hint=hint
+    )
+
+
+def _check_gpus(seats: Sequence[Seat], device: DeviceType) -> None:
+    """Raise InputError when some workers see no GPU of this kind."""
+    without = [seat for seat in seats if not seat.gpus or seat.kind != device]
+    if not without:
+        return
+    others = ""
+    if len(without) < len(seats):
+        others = ", but others do"
+    raise InputError(
+        f"PyTorch sees no GPU in {names_of(without)}{others}",
+        hint=f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, "
+        f"right? Or use `device=cpu`",
+    )
+
+
+def _sharing(seats: Sequence[Seat], gpus: Sequence[Gpu]) -> list[int]:
+    """Return the workers that share a GPU with others, the first such GPU; none where each has its
+    own.
+
+    NCCL tells GPUs apart by their place on the bus, which slices of one GPU have in common.
+    """
+    workers: dict[str, list[int]] = {}
+    for rank, (seat, gpu) in enumerate(zip(seats, gpus, strict=True)):
+        place = gpu.uuid if gpu.board is None else f"{seat.host} {gpu.board}"
+        workers.setdefault(place, []).append(rank)
+    return next((ranks for ranks in workers.values() if len(ranks) > 1), [])
 
 
 def check_backend(device: DeviceType, backend: Backend | None) -> None:

@@ -248,40 +248,26 @@ def _history(
     """
     now = {held.identity: held.name for held in hosts}
     places = {held.identity: held.place for held in hosts}
-    last = max(
-        (held.last for held in hosts if held.last is not None),
-        key=lambda each: each.number,
-        default=None,
-    )
-    if last is None:
+    starts = [held.last for held in hosts if held.last is not None]
+    if not starts:
         return Start(number=counted, hosts=now, places=places, first=first), "", None
-    noted = [
-        held.fault for held in hosts if held.fault is not None and held.fault.start == last.number
-    ]
-    faults = sorted(noted, key=lambda fault: fault.at_s)
+
+    last = max(starts, key=lambda start: start.number)
+    faults = sorted(
+        (held.fault for held in hosts if held.fault and held.fault.start == last.number),
+        key=lambda fault: fault.at_s,
+    )
     cause = f" ({faults[0].message})" if faults else ""
-    lost = [name for identity, name in last.hosts.items() if identity not in now]
-    came = [name for identity, name in now.items() if identity not in last.hosts]
-    if lost:
-        what = f"lost {_hosts(lost)}{cause}"
-    else:
-        what = f"the workers were started again{cause}"
-    if came:
-        if lost or faults:
-            what = f"{what}, took in {_hosts(came)}"
-        else:
-            what = f"took in {_hosts(came)}"
     vain = 0
     if first == last.first and now == last.hosts:
         vain = last.vain + 1
     if vain >= _TRIES:
-        problem = (
-            f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
-        )
         raise InputError(
-            problem,
+            f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}",
             hint="look for the reason there, or copy more often with a smaller `copy_every`",
         )
+
+    what = _change(last.hosts, now, cause)
     events = last.events
     if maker is not None and maker.number < last.number and last.first < first:
         # The copy came with hosts that were not there when the last start began, with an older
@@ -296,6 +282,24 @@ def _history(
     number = max(last.number + 1, counted)
     start = Start(number=number, hosts=now, places=places, first=first, events=events, vain=vain)
     return start, what, faults[0].at_s if faults else None
+
+
+def _change(before: Mapping[str, str], now: Mapping[str, str], cause: str) -> str:
+    """Say which hosts were lost and which came, from their names by identity.
+
+    `cause` is of the first fault, in parentheses; empty where there was none.
+    """
+    lost = [name for identity, name in before.items() if identity not in now]
+    came = [name for identity, name in now.items() if identity not in before]
+    if came and not lost and not cause:
+        return f"took in {_hosts(came)}"
+
+    what = f"the workers were started again{cause}"
+    if lost:
+        what = f"lost {_hosts(lost)}{cause}"
+    if came:
+        what = f"{what}, took in {_hosts(came)}"
+    return what
 
 
 def _hosts(names: Sequence[str]) -> str:

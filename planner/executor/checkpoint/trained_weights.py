@@ -34,18 +34,16 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     InputError for a dtype that such a file cannot hold, and PlannerError when it cannot be written,
     with where the weights are; an old file is left as it was.
     """
-    told = [
+    group = control_group()
+    described = [
         (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name, tensor in state.items()
     ]
-    group = control_group()
-    parts = gather_bytes(json.dumps(told).encode())
+    parts = gather_bytes(json.dumps(described).encode())
     if dist.get_rank() != 0:
-        while asked := json.loads(broadcast_bytes(b"", group)):
-            rank, name = asked
-            if rank == dist.get_rank():
-                dist.send(tensor_file.bytes_of(state[name]), 0, group)
+        _answer(state, group)
         return
+
     facts: dict[str, tensor_file.Fact] = {}
     rank_of: dict[str, int] = {}
     for rank, part in enumerate(parts):
@@ -55,13 +53,8 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
             rank_of[name] = rank
 
     def tensor_of(fact: tensor_file.Fact) -> Tensor:
-        if rank_of[fact.name] == 0:
-            return state[fact.name]
-        received = torch.empty(fact.size_bytes, dtype=torch.uint8)
-        if fact.size_bytes:
-            broadcast_bytes(json.dumps([rank_of[fact.name], fact.name]).encode(), group)
-            dist.recv(received, rank_of[fact.name], group)
-        return received.view(fact.dtype).reshape(fact.shape)
+        rank = rank_of[fact.name]
+        return state[fact.name] if rank == 0 else _ask(rank, fact, group)
 
     def write(path: Path) -> None:
         ordered = tensor_file.aligned(facts.values())
@@ -74,7 +67,24 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     try:
         _write_somewhere(path, sum(fact.size_bytes for fact in facts.values()), write)
     finally:
-        broadcast_bytes(b"[]", group)  # no more is asked for
+        broadcast_bytes(json.dumps(None).encode(), group)  # no more is asked for
+
+
+def _ask(rank: int, fact: tensor_file.Fact, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor that another worker has; all workers listen to what is asked for."""
+    received = torch.empty(fact.size_bytes, dtype=torch.uint8)
+    if fact.size_bytes:
+        broadcast_bytes(json.dumps([rank, fact.name]).encode(), group)
+        dist.recv(received, rank, group)
+    return received.view(fact.dtype).reshape(fact.shape)
+
+
+def _answer(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Send rank 0 the tensors that it asks this worker for, until it asks for no more."""
+    while asked := json.loads(broadcast_bytes(b"", group)):
+        rank, name = asked
+        if rank == dist.get_rank():
+            dist.send(tensor_file.bytes_of(state[name]), 0, group)
 
 
 def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None]) -> None:

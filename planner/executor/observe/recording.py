@@ -63,21 +63,30 @@ class TraceRecorder:
     def events(self, first: int = 0) -> Iterator[Event]:
         """Yield what was recorded, on this worker's clock; after the run."""
         self._clock.settle()
-        for minibatch, each, start, end, _ in self._notes:
-            kind = _KINDS.get(type(each).__name__)
-            # within one worker nothing is sent
-            own = isinstance(each, Message) and each.peer_rank == self._rank
-            if kind is None or minibatch < first or own:
+        for minibatch, instruction, start, end, _ in self._notes:
+            kind = _KINDS.get(type(instruction).__name__)
+            if kind is None or minibatch < first:
                 continue
-            unit: Unit = getattr(each, "unit", None) or Unit(getattr(each, "round"))  # noqa: B009
-            peer = (
-                (each.peer_rank, each.peer_stage)
-                if isinstance(each, Send | Receive)
-                else (None, None)
-            )
-            times = self._clock.seconds(start), self._clock.seconds(end)
+
+            peer_rank = peer_stage = None
+            if isinstance(instruction, Send | Receive):
+                peer_rank = instruction.peer_rank
+                peer_stage = instruction.peer_stage
+            if isinstance(instruction, Message) and instruction.peer_rank == self._rank:
+                continue  # within one worker nothing is sent
+            unit: Unit | None = getattr(instruction, "unit", None)
+            if unit is None:
+                unit = Unit(getattr(instruction, "round"))  # noqa: B009
             yield Event(
-                self._rank, kind, each.stage, unit.minibatch, unit.microbatch, *times, *peer
+                self._rank,
+                kind,
+                instruction.stage,
+                unit.minibatch,
+                unit.microbatch,
+                self._clock.seconds(start),
+                self._clock.seconds(end),
+                peer_rank,
+                peer_stage,
             )
 
     def held(self, first: int = 0) -> Iterator[tuple[float, int]]:
@@ -93,11 +102,9 @@ class TraceRecorder:
         """Return the minibatch of an instruction; the newest one for updates and sums, which count
         rounds.
         """
-        unit = (
-            None
-            if isinstance(instruction, SendShared | ReceiveShared)
-            else getattr(instruction, "unit", None)
-        )
+        if isinstance(instruction, SendShared | ReceiveShared):
+            return self._newest
+        unit = getattr(instruction, "unit", None)
         return unit.minibatch if isinstance(unit, Unit) else self._newest
 
 
@@ -119,50 +126,55 @@ def gather_timeline(
     noted = list(recorder.events(first))
     units = {Unit(event.minibatch, event.microbatch) for event in noted if event.kind == "forward"}
     lengths = {} if lengths_of is None else {unit: lengths_of(unit) for unit in units}
-    rows = [(*unit, *found.values()) for unit, found in lengths.items()]
-    own = {
+    here = {
         "events": [list(event) for event in noted],
         "held": list(recorder.held(first)),
-        "lengths": rows,
+        "lengths": [(*unit, *by_name.values()) for unit, by_name in lengths.items()],
     }
-    parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
+    parts = [json.loads(part) for part in gather_bytes(json.dumps(here).encode())]
     if not parts:
         return None
+
     events = [
-        (Event(*row), offset)
+        _moved(Event(*row), offset)
         for part, offset in zip(parts, offsets, strict=True)
         for row in part["events"]
     ]
     # Time counts from the first computation: what a worker waited for before it is not of interest.
-    start = min(
-        (event.start_s + offset for event, offset in events if event.lane == "compute"), default=0.0
-    )
-    moved = [
-        event._replace(
-            start_s=max(0.0, event.start_s + offset - start), end_s=event.end_s + offset - start
-        )
-        for event, offset in events
-        if event.end_s + offset > start
+    start_s = min((event.start_s for event in events if event.lane == "compute"), default=0.0)
+    counted = [
+        event._replace(start_s=max(0.0, event.start_s - start_s), end_s=event.end_s - start_s)
+        for event in events
+        if event.end_s > start_s
     ]
-    memory = tuple(
-        MemoryCurve(
-            rank=rank,
-            time_s=tuple(max(0.0, time_s + offset - start) for time_s, _ in part["held"]),
-            held_bytes=tuple(held for _, held in part["held"]),
-        )
-        for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
-        if part["held"]
-    )
+    memory = []
+    for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+        if part["held"]:
+            memory.append(_memory_curve(rank, part["held"], offset - start_s))
     return Timeline.of_plan(
         plan,
         "measured",
         minibatches,
-        Events.of(moved),
-        memory=memory,
+        Events.of(counted),
+        memory=tuple(memory),
         length_names=tuple(next(iter(lengths.values()), ())),
         lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),
         restarts=tuple(restarts),
         drift=tuple(drift),
+    )
+
+
+def _moved(event: Event, by_s: float) -> Event:
+    """Return an event so many seconds later."""
+    return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
+
+
+def _memory_curve(rank: int, held: Sequence[tuple[float, int]], by_s: float) -> MemoryCurve:
+    """Return a worker's memory over time, from times on its own clock."""
+    return MemoryCurve(
+        rank=rank,
+        time_s=tuple(max(0.0, time_s + by_s) for time_s, _ in held),
+        held_bytes=tuple(held_bytes for _, held_bytes in held),
     )
 
 

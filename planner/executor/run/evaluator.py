@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.executor.communication.control import gather_bytes
-from planner.executor.communication.links import Ahead, LinkGroups
+from planner.executor.communication.links import Ahead, LinkGroups, Links
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.comparison import FIRST
@@ -115,32 +115,38 @@ class Evaluator:
         self._items = None
         if isinstance(self._data, EvaluationBatches):
             self._items = ItemChecks(self._data.reader, context.comparison)
-        lengths = self._stages.lengths
         self._extents = None
-        if lengths:
+        if lengths := self._stages.lengths:
             self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1)
         self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
+
         channels = tuple(
             Channel(source, target, gradient=False)
             for source, target in sorted(self._stages.transfers)
         )
         self._shape = replace(context.shape, channels=channels)
         self._turn = 0  # of this evaluation among all: there may be several after one minibatch
+        self._links = self._make_links(links, fixed or context.microbatch_size)
+
+    def _make_links(self, training: LinkGroups, samples: int) -> Links:
+        """Return the links of evaluations, with buffers for batches of so many samples."""
+        context = self._context
         extent_of = self._data.size if self._extents is None else self._extents.of
-        longest = tuple(length.most for length in lengths)
+        longest = tuple(length.most for length in self._stages.lengths)
         layouts = Layouts(self._stages.transfers, {}, extent_of, longest, with_scale=False)
+
         # Long enough that each replica exchanges messages with all that it ever does.
         batches = math.lcm(*self._shape.replicas)
-        shapes = reversed(context.shapes_of_tensor_ranks(self._shape))
         streams = {
             rank: evaluation_stream(shape, rank, batches)
-            for shape in shapes
+            for shape in reversed(context.shapes_of_tensor_ranks(self._shape))
             for rank in shape.first_stages
         }
-        groups = LinkGroups(context.groups, streams, context.receivers, links)
+        groups = LinkGroups(context.groups, streams, context.receivers, training)
         most = 2 * group_size(self._shape)
-        self._links = links_over(context.place)(groups, layouts.layout, most, context.place)
-        self._links.reserve(layouts, fixed or context.microbatch_size)
+        links = links_over(context.place)(groups, layouts.layout, most, context.place)
+        links.reserve(layouts, samples)
+        return links
 
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the
