@@ -208,32 +208,46 @@ class Checkpointer(Keeper):
             found = folders.resolve(options.resume, self.folder, writes=writes)
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
-                try:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    lock_folder(self.folder, self._job.run)
-                    folders.remove_leftovers(self.folder)
-                    (self.folder / folders.partial_name(folders.PROBE, token)).mkdir()
-                except OSError as cause:
-                    problem = f"checkpoints cannot be written to '{self.folder}': {cause.strerror}"
-                    raise PlannerError(problem, hint="choose another `folder`") from None
+                self._take_folder(self._probe(token))
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
-            probe = self.folder / folders.partial_name(folders.PROBE, token)
-            deadline = time.monotonic() + NFS_REMEMBERS_S
-            while not probe.exists():
-                if time.monotonic() >= deadline:
-                    me = f"worker {self._rank} on '{os.uname().nodename}'"
-                    problem = (
-                        f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
-                    )
-                    raise InputError(
-                        problem, hint="choose a `folder` on a file system that all hosts share"
-                    )
-                time.sleep(0.2)
-            dist.barrier(self._group)  # all have looked before the probe goes
-            if self._rank == 0:
-                probe.rmdir()
+            self._check_shared(self._probe(token))
         return token, None if resume is None else Path(resume)
+
+    def _probe(self, token: str) -> Path:
+        """Return the folder by which all workers see whether they share a file system."""
+        return self.folder / folders.partial_name(folders.PROBE, token)
+
+    def _take_folder(self, probe: Path) -> None:
+        """Lock the folder of checkpoints for this run, and write the probe to it.
+
+        Raise PlannerError where that cannot be done.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(self.folder, self._job.run)
+            folders.remove_leftovers(self.folder)
+            probe.mkdir()
+        except OSError as cause:
+            raise PlannerError(
+                f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
+                hint="choose another `folder`",
+            ) from None
+
+    def _check_shared(self, probe: Path) -> None:
+        """Raise InputError on a worker that does not see what worker 0 has written."""
+        deadline = time.monotonic() + NFS_REMEMBERS_S
+        while not probe.exists():
+            if time.monotonic() >= deadline:
+                raise InputError(
+                    f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 "
+                    f"writes to '{self.folder.absolute()}'",
+                    hint="choose a `folder` on a file system that all hosts share",
+                )
+            time.sleep(0.2)
+        dist.barrier(self._group)  # all have looked before the probe goes
+        if self._rank == 0:
+            probe.rmdir()
 
     def _complete(self, minibatch: int, folder: Path, replies: list[WorkerPart]) -> None:
         self._problem = next(

@@ -185,9 +185,8 @@ class Copies(Keeper):
     ) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts, same = (
-                tuple(write_part(folder, *each) for each in group) for group in (contents, twins)
-            )
+            parts = tuple(write_part(folder, *content) for content in contents)
+            same = tuple(write_part(folder, *content) for content in twins)
             written = replace(written, parts=parts, twins=same)
         except OSError as cause:
             written = replace(written, problem=f"worker {self._rank}: {cause.strerror or cause}")
@@ -203,32 +202,39 @@ class Copies(Keeper):
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
         problems += filter(None, share(problem, self._group))
+
         if self._log is not None:
             evaluations = [evaluation for report in reports for evaluation in report.evaluations]
             self._log.note(merge_losses(report.losses for report in reports), evaluations)
-        if not problems:
-            exchange_files(folder, transfers, self._group, self._moved.set)
-            dist.barrier(self._group)
-            if self._log is not None:
-                self._log.append(minibatch)
-                whole = index_of(
-                    self._job,
-                    self._data,
-                    minibatch,
-                    [part for each in reports for part in each.parts],
-                )
-                self._memory.complete(folder.name, whole)
-                self._memory.keep([folder.name])
-                if self._recovery.known is not None:
-                    self._recovery.known.tell(self._memory)
-        elif self._memory.leads:
-            shutil.rmtree(folder, ignore_errors=True)
-            if self._rank == 0:
-                what = (
-                    f"the state after minibatch {minibatch} could not be copied to memory "
-                    f"({max(problems)})"
-                )
-                _log.warning("%s; training continues, and the copy before is kept", what)
+        if problems:
+            self._discard(folder, minibatch, max(problems))
+            return
+        exchange_files(folder, transfers, self._group, self._moved.set)
+        dist.barrier(self._group)
+        if self._log is not None:
+            self._log.append(minibatch)
+            self._complete(folder, minibatch, reports)
+
+    def _complete(self, folder: Path, minibatch: int, reports: Sequence[WorkerPart]) -> None:
+        """Make a copy of which all files are here and on the next host the one to go on from."""
+        parts = [part for report in reports for part in report.parts]
+        self._memory.complete(folder.name, index_of(self._job, self._data, minibatch, parts))
+        self._memory.keep([folder.name])
+        if self._recovery.known is not None:
+            self._recovery.known.tell(self._memory)
+
+    def _discard(self, folder: Path, minibatch: int, problem: str) -> None:
+        """Remove what there is of a copy that some host could not write; the one before is kept."""
+        if not self._memory.leads:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if self._rank == 0:
+            _log.warning(
+                "the state after minibatch %d could not be copied to memory (%s); training "
+                "continues, and the copy before is kept",
+                minibatch,
+                problem,
+            )
 
     def _transfers(self, reports: Sequence[WorkerPart]) -> list[Transfer]:
         """Return what is to be sent: the files that only one host has, each to the next host."""
