@@ -30,7 +30,7 @@ PICTURES = ("fit-llama",)
 PROMPT = "$ "
 COLUMNS = 118
 # in answers that depend on how fast the machine is
-TIME_ENDED = ("the time ended", "stopped early")
+TIME_ENDED = ("the time ended", "the time limit ended", "stopped early")
 
 # of the drawn terminal, in pixels and seconds
 _CHARACTER, _LINE, _MARGIN = 7.25, 17, 14

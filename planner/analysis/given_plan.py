@@ -89,7 +89,7 @@ def _check_groups(cluster: Cluster, options: StageOptions) -> None:
         groups_of(cluster, options.shards)
     except ClusterError as error:
         raise InputError(
-            f"replicas cannot divide gradients or weights in {counted(options.copies, 'group')}: "
+            f"replicas cannot shard gradients or weights in {counted(options.copies, 'group')}: "
             f"{error.message}",
             hint="leave out the size of the groups, or give that of a server",
         ) from error

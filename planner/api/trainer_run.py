@@ -189,7 +189,7 @@ def answer_trainer(question: TrainerQuestion, found: Plan | None) -> TrainerRun:
     _check_same(asked.trainer, run, plan)
     best, untried = _best(question, found)
     if untried:
-        remark = (*remark, "not all other sizes were tried, the time ended")
+        remark = (*remark, "the time limit ended the search before it tried all sizes")
     if best is not None and not _is_better(best.plan, plan):
         best = None
     arguments = None
@@ -250,7 +250,7 @@ def as_priced(run: Configuration, gpus: int) -> tuple[Configuration, tuple[str, 
         return run, ()
     return replace(run, sharding=run.sharding.of_optimizer_alone()._replace(group=0)), (
         f"the run shards {run.sharding.words} over {replicas} replicas "
-        f"beside stages or ranks that divide layers, and its price here is of a sharded "
+        f"together with stages or tensor parallelism, and its price here is of a sharded "
         f"optimizer's state alone: it sends more and needs less memory",
     )
 
@@ -389,7 +389,7 @@ def _check_same(trainer: Trainer, run: Configuration, plan: Plan) -> None:
     except PlanError:
         pass
     raise InputError(
-        f"ranks that share '{plan.model}' divide its experts and the samples of a microbatch here, "
+        f"ranks that share '{plan.model}' shard its experts and the samples of a microbatch here, "
         f"and whole layers in {trainer.title}, so `{trainer.option}` has no price",
         hint="ask without it, and compare the speeds",
     )

@@ -50,7 +50,7 @@ NEXT = """\
 TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}"""
 EXPORT = """
-  plan export --to torchtitan                   # which divides sequences; plan train does not"""
+  plan export --to torchtitan                   # which shards sequences; plan train does not"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`:
 what would my Megatron or DeepSpeed run give on this cluster? The plan is written like any other, so

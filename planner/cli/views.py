@@ -51,7 +51,7 @@ profile, it compares the plan with data parallelism and hand-made pipelines, and
 make it faster. With --run, it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
-    plan report --run trace.json                measured beside predicted
+    plan report --run trace.json                measured next to predicted
 """
 
 

@@ -101,7 +101,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     processes = neighbours_of(workers, kind)
     beside = ""
     if processes != 1:
-        beside = f", with {processes - 1} more at work beside it"
+        beside = f", with {processes - 1} more that compute at the same time"
     unit = "core" if kind == "cpu" else "GPU"
     options.on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
     profiling = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)

@@ -170,10 +170,10 @@ def sections_of(run: Configuration) -> dict[str, Any]:
     if run.recomputes_some:
         raise PlanError("DeepSpeed's script recomputes all layers or none")
     if run.tensor > 1 and run.sharding.divides_weights:
-        raise PlanError("DeepSpeed does not divide layers whose weights are sharded")
+        raise PlanError("DeepSpeed has no tensor parallelism for layers whose weights are sharded")
     zero: dict[str, Any] = {"stage": run.sharding.zero_stage}
     if run.sharding.group and not run.sharding.divides_weights:
-        raise PlanError("DeepSpeed's groups of replicas divide weights")
+        raise PlanError("DeepSpeed's groups of replicas shard weights")
     if run.sharding.group:
         zero["mics_shard_size"] = run.sharding.group
     sections: dict[str, Any] = {"zero_optimization": zero}

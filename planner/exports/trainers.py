@@ -101,7 +101,7 @@ def configuration_of(plan: Plan) -> Configuration:
     if any(len(set(counts)) > 1 for counts in (plan.replicas, plan.degrees)):
         raise PlanError(f"trainers copy whole pipelines, and '{plan.config}' has other stages")
     if sample_parts(plan) > 1:
-        raise PlanError(f"ranks that share '{plan.model}' divide its experts here, not its layers")
+        raise PlanError(f"ranks that share '{plan.model}' shard its experts here, not its layers")
     if plan.minibatch_size is None or plan.microbatch_size is None:
         raise PlanError(f"it is not known how many samples a microbatch of '{plan.model}' has")
     if plan.schedule.stashes or any(

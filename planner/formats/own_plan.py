@@ -34,7 +34,7 @@ class OwnStage(Record, ShardedReplicas, DividedLayers):
         if (self.blocks is None) == (not self.layers):
             raise ValueError("a stage has either blocks or layers")
         if self.sharded and self.replicas == 1:
-            raise ValueError("one replica has nobody to divide the optimizer's state with")
+            raise ValueError("one replica has nobody to shard the optimizer's state with")
         problem = why_no_group(self.sharding, self.replicas)
         if problem is not None:
             raise ValueError(problem)

@@ -61,6 +61,7 @@ from planner.integrations.trainer_checkpoints import (
     write_generators,
 )
 from planner.integrations.trainer_loop import TrainerLoop
+from planner.integrations.trainer_predictions import gather_predictions, predictions_of
 from planner.integrations.trainer_spec import (
     BATCH_LOSS,
     LOSS,
@@ -138,6 +139,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 "a PipelineTrainer trains once, and searches no hyperparameters",
                 hint="make a new one, in a new process",
             )
+        if self._plan is not None and (self._evaluates_along or self.args.eval_on_start):
+            self._check_evaluation(self._plan)  # now, and not after an epoch
         self._trained = True
         loader = self.get_train_dataloader()
         length = length_of(self, loader)
@@ -276,6 +279,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
     # ---- Evaluation ----
 
     @property
+    def _evaluates_along(self) -> bool:
+        """Whether the training is evaluated by the arguments."""
+        return str(self.args.eval_strategy.value) != "no"
+
+    @property
     def _predicts(self) -> bool:
         """Whether an evaluation needs the model's outputs."""
         return self.compute_metrics is not None and not self.args.prediction_loss_only
@@ -294,7 +302,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
 
         Raises:
             InputError: for batches larger than the plan's microbatches, or for `compute_metrics`
-                where several workers have predictions.
+                where a replica of the last stage shards its predictions over workers.
         """
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(given, Mapping):
@@ -311,7 +319,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         batches = self._evaluation_batches(eval_dataset)
         self._outputs.clear()
         evaluation = built.evaluate(map(pipeline_batch, batches))
-        metrics = self._computed_metrics(batches, ignore_keys)
+        metrics = self._computed_metrics(built.plan, batches, ignore_keys)
         metrics["loss"] = cast("float", evaluation.metrics[BATCH_LOSS])
 
         named = {
@@ -347,11 +355,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 f"per_device_eval_batch_size={size} is more than a microbatch of the plan",
                 hint=f"give per_device_eval_batch_size={plan.microbatch_size} or less",
             )
-        if self._predicts and len(plan.stages[-1].ranks) > 1:
+        last = plan.stages[-1]
+        if self._predicts and last.replicas != len(last.ranks):
             raise InputError(
-                f"compute_metrics needs all predictions in one worker, and the last stage of "
-                f"'{plan.config}' has {len(plan.stages[-1].ranks)}",
-                hint="leave compute_metrics out, or plan with one worker in the last stage",
+                f"compute_metrics needs whole predictions, and each replica of the last stage of "
+                f"'{plan.config}' shards them over {last.ranks_per_replica} workers",
+                hint="leave compute_metrics out, or solve with `tensor=1` and `context=1`",
             )
 
     def _evaluation_batches(self, dataset: Any) -> list[dict[str, Tensor]]:
@@ -366,37 +375,38 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         return batches
 
     def _computed_metrics(
-        self, batches: Sequence[Mapping[str, Tensor]], ignore_keys: list[str] | None
+        self, plan: Plan, batches: Sequence[Mapping[str, Tensor]], ignore_keys: list[str] | None
     ) -> dict[str, float]:
         """Return what `compute_metrics` makes of all predictions, on all workers."""
         if not self._predicts:
             return {}
+        (name,) = self.label_names
+        labels = [batch[name] for batch in batches]
+        ranks = plan.stages[-1].ranks
+        rank = int(os.environ.get("RANK", "0"))
+        gathered: list[Tensor] = []
+        if rank in ranks:
+            predictions = predictions_of(
+                self._outputs,
+                labels[ranks.index(rank) :: len(ranks)],
+                (*self._ignored(ignore_keys), LOSS),
+                self.preprocess_logits_for_metrics,
+            )
+            gathered = gather_predictions(predictions, ranks)
+
         text = ""
-        if self._outputs:  # of the worker that has the last stage
-            predictions = self._predictions(batches, ignore_keys)
-            found = denumpify_detensorize(self.compute_metrics(predictions))
-            text = json.dumps(found)
+        if gathered:
+            both = EvalPrediction(torch.cat(gathered).numpy(), torch.cat(labels).numpy())
+            text = json.dumps(denumpify_detensorize(self.compute_metrics(both)))
         shared = next(filter(None, share(text, control_group())))
         return cast("dict[str, float]", json.loads(shared))
 
-    def _predictions(
-        self, batches: Sequence[Mapping[str, Tensor]], ignore_keys: list[str] | None
-    ) -> EvalPrediction:
-        ignored = ignore_keys
-        if ignored is None:
-            config = getattr(self.model, "config", None)
-            ignored = getattr(config, "keys_to_ignore_at_inference", [])
-        (name,) = self.label_names
-        labels = [batch[name] for batch in batches]
-        logits = []
-        for output, target in zip(self._outputs, labels, strict=True):
-            value = _only_prediction(output, (*ignored, LOSS)).detach().cpu()
-            if value.dtype is torch.bfloat16:  # which NumPy does not have
-                value = value.float()
-            if self.preprocess_logits_for_metrics is not None:
-                value = self.preprocess_logits_for_metrics(value, target)
-            logits.append(value)
-        return EvalPrediction(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+    def _ignored(self, ignore_keys: list[str] | None) -> Sequence[str]:
+        """Return the names of outputs that are no predictions, as Trainer has it."""
+        if ignore_keys is not None:
+            return ignore_keys
+        config = getattr(self.model, "config", None)
+        return cast("Sequence[str]", getattr(config, "keys_to_ignore_at_inference", []))
 
     def predict(self, *given: Any, **others: Any) -> Any:
         """Refuse: predictions stay in the last stage's worker.
@@ -476,19 +486,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)  # the workers of a host remove it together
         share("", control_group())  # nobody writes before all have looked
-
-
-def _only_prediction(output: Mapping[str, Any], others: Sequence[str]) -> Tensor:
-    """Return what a model's output has beside its loss; raise InputError where that is several."""
-    found = {name: value for name, value in output.items() if name not in others}
-    if len(found) != 1:
-        raise InputError(
-            f"compute_metrics needs one array of predictions, and the model returns "
-            f"{', '.join(found)}",
-            hint="give evaluate() the others as ignore_keys",
-        )
-    (value,) = found.values()
-    return cast("Tensor", value)
 
 
 def _warn_of_staleness(plan: Plan) -> None:

@@ -149,7 +149,7 @@ def check_arguments(arguments: TrainingArguments) -> None:
     strategy = str(getattr(arguments, "train_sampling_strategy", "random"))
     if strategy not in _SAMPLING:
         raise InputError(
-            f"train_sampling_strategy={strategy!r} divides samples over processes, and all workers "
+            f"train_sampling_strategy={strategy!r} splits samples over processes, and all workers "
             f"of a pipeline read the same ones",
             hint=f"give one of {', '.join(_SAMPLING)}",
         )
@@ -230,7 +230,7 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             "the model's forward takes no num_items_in_batch, so Trainer would average the losses "
             "of accumulated batches, whatever they count, and a pipeline weighs them",
             hint=f"give per_device_train_batch_size={plan.minibatch_size} and "
-            f"gradient_accumulation_steps=1: the pipeline divides the batch itself",
+            f"gradient_accumulation_steps=1: the pipeline splits the batch itself",
         )
     planned = plan.autocast
     asked = "bfloat16" if arguments.bf16 else None

@@ -85,6 +85,7 @@ def training_spec(
         )
     with generators_kept():
         example = next(iter(trainer.get_test_dataloader(trainer.train_dataset)))
+    trainer.model.train()  # as a Trainer's step does; from_pretrained leaves evaluation mode
     return TrainingSpec.from_objects(
         trainer.model,
         example_batch=pipeline_batch(tensors_of(example)),

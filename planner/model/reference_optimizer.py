@@ -33,7 +33,7 @@ from planner.model.spec import TrainingSpec
 _HINT = (
     "let optimizer() and scheduler() look neither at RANK or WORLD_SIZE, nor at the weights, the "
     "clock or the host: "
-    "planner averages gradients over replicas and divides minibatches itself, so rates are those "
+    "planner averages gradients over replicas and splits minibatches itself, so rates are those "
     "of one process"
 )
 

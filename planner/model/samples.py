@@ -74,7 +74,7 @@ def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> Non
         raise ModelFileError(
             f"{place} returned another structure for {size} samples than for {other_size}, such "
             f"as a list with one "
-            "element for each sample, which cannot be divided into microbatches",
+            "element for each sample, which cannot be split into microbatches",
             hint=_PADDED,
         )
     for leaf, other_leaf in zip(leaves, other_leaves, strict=True):

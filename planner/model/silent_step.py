@@ -43,6 +43,6 @@ class NoCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "workers of other stages have other parameters, and would not answer",
                 hint="take its variant for one process, such as torch.optim.Muon; planner "
                 "averages gradients over "
-                "replicas, and divides the optimizer's state with `shard_optimizer`",
+                "replicas, and shards the optimizer's state with `shard_optimizer`",
             )
         return func(*args, **(kwargs or {}))

@@ -86,7 +86,7 @@ def _is_dataset(value: Any) -> bool:
 def _dataset_hint(value: Any) -> str | None:
     if isinstance(value, DataLoader):
         return (
-            "return the loader's dataset; planner shuffles and divides it itself, and calls "
+            "return the loader's dataset; planner shuffles and splits it itself, and calls "
             "collate(samples)"
         )
     if isinstance(value, Iterable):

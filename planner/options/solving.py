@@ -115,7 +115,7 @@ class StageRules(Options):
         "T,T",
         parse=degrees,
         aliases=("--tensor-parallel-size",),
-        told="those profiled that divide the GPUs of a server",
+        told="the profiled ones that the GPUs of a server are a multiple of",
     )
 
     def __post_init__(self) -> None:
@@ -140,9 +140,8 @@ class SolveOptions(StageRules):
     schedule: Schedule | str = option(DEFAULT, summaries(SCHEDULES), choices=NAMES, parse=own_name)
     microbatches: int | None = option(
         None,
-        "microbatches of a global batch, on all replicas together, under schedules that divide "
-        "it; not with "
-        "`minibatch`",
+        "microbatches of a global batch, on all replicas together, under schedules that have "
+        "several; not with `minibatch`",
         "M",
         told=f"{MICROBATCHES_PER_GPU} per GPU",
     )

@@ -140,7 +140,7 @@ class DriftOptions(Options):
         None,
         "profile that the plan was solved from, to say what another plan would give",
         "FILE",
-        told="profile.json beside the plan, if that is the one",
+        told="profile.json next to the plan, if that is the one",
         advanced=True,
     )
 

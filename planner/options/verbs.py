@@ -102,8 +102,8 @@ class FitOptions(SolveOptions):
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
     lora: int | None = option(
         None,
-        "fine-tune with LoRA: train adapters of rank N on all linear layers but the head, beside a "
-        "frozen model",
+        "fine-tune with LoRA: freeze the model, and train adapters of rank N on all linear layers "
+        "but the head",
         "N",
         least=1,
     )
@@ -196,11 +196,13 @@ class FitOptions(SolveOptions):
         told="compiled for a model of transformers, eager for a model file",
     )
     tensor: Sequence[int] = same(
-        SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide"
+        SolveOptions,
+        "tensor",
+        told="1, 2, 4 and 8 inside a server, where the layers can be sharded",
     )
     context: Sequence[int] = option(
         (),
-        "degrees of context parallelism to try, as in 1,2,4: that many ranks divide every sequence",
+        "degrees of context parallelism to try, as in 1,2,4: that many ranks shard every sequence",
         "C,C",
         parse=degrees,
         aliases=("--context-parallel-size",),
@@ -252,7 +254,7 @@ class ScheduleOptions(StageRules):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(Options):
-    """What a report shows beside the plan."""
+    """What a report shows besides the plan."""
 
     profile: "Profile | str | Path | None" = option(
         None,
@@ -304,8 +306,8 @@ class SelftestOptions(Options):
     )
     workers: int = option(
         2,
-        "workers of the runs that have several; fewer GPUs than workers are shared, over gloo "
-        "unless told",
+        "workers of the runs that have several; fewer GPUs than workers are shared, over gloo by "
+        "default",
         "N",
         advanced=True,
     )

@@ -48,14 +48,14 @@ def check_divided_loss(
         raise InputError(
             f"what the loss of '{model}' is a mean over is not known: {loss.reason}; so the "
             f"{microbatches} "
-            f"microbatches into which {schedule} divides a minibatch may train on another loss",
+            f"microbatches into which {schedule} splits a minibatch may train on another loss",
             hint=f"{other}; define loss_weight(target) in the model file and profile it again; "
             f"{mean}",
         )
     raise InputError(
         f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} "
         f"microbatches into which "
-        f"{schedule} divides a minibatch train on another loss",
+        f"{schedule} splits a minibatch train on another loss",
         hint=f"{other}; if the loss is a mean over some of the labels, define loss_weight(target) "
         f"in the model file "
         f"and profile it again; {mean}",

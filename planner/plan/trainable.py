@@ -34,7 +34,7 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
         raise InputError(
             f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, "
             f"so replicas cannot "
-            "divide its state",
+            "shard its state",
             hint="leave out `shard_optimizer`, or take an optimizer such as AdamW and profile "
             "again",
         )
@@ -46,8 +46,8 @@ def check_base(plan: Plan) -> None:
     """
     if plan.experts_across:
         raise PlanError(
-            f"the plan's ranks divide experts in groups of {plan.ranks_per_replica}, sum the other "
-            f"gradients once per update and divide their optimizer's state: planned and priced, "
+            f"the plan's ranks shard experts in groups of {plan.ranks_per_replica}, sum the other "
+            f"gradients once per update and shard their optimizer's state: planned and priced, "
             f"not trained by this package yet",
             hint="make a plan with `tensor=1`; or train with Megatron, which has such groups",
         )
@@ -88,7 +88,7 @@ def check_whole_sequences(plan: Plan) -> None:
     """
     if plan.divides_sequences:
         raise PlanError(
-            f"`plan train` does not divide sequences, and those of this plan are divided over "
+            f"`plan train` does not shard sequences, and this plan shards them over "
             f"{plan.context_ranks} ranks (context parallelism)",
             hint="export it for a trainer that does: `system=torchtitan` or `system=megatron`; or "
             "solve for whole sequences",

@@ -92,7 +92,7 @@ def compared(
 ) -> Outcome:
     """Judge the losses of a run by the largest relative difference from those of the reference."""
     if len(found) != len(expected):
-        few = f"{len(found)} losses were told, and {reference} has {len(expected)}"
+        few = f"{len(found)} losses were reported, and {reference} has {len(expected)}"
         return judged(False, few)
 
     differences = [
@@ -240,6 +240,6 @@ def _killed(lab: Lab) -> Outcome:
             killed_at = -math.inf
         seconds = time.time() - killed_at
         named = "worker 0 (stage 0)" in error.message and "SIGKILL" in error.message
-        told = f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}"
+        told = f"reported after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}"
         return judged(named and seconds <= TOLD_S, told, seconds, TOLD_S)
     return judged(False, "the run ended as if nothing had happened")

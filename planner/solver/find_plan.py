@@ -65,8 +65,8 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
 
 
 def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
-    """Say what the time did not suffice for: "layers divided over 4, 8 ranks: not tried"."""
-    parts = ["undivided layers"] if 1 in degrees else []
+    """Say what the time did not suffice for: "layers sharded over 4, 8 ranks"."""
+    parts = ["whole layers"] if 1 in degrees else []
     of_sequences = {costs.degree for costs in profile.tensor or () if costs.context}
     for what, own in (
         ("layers", [degree for degree in degrees if degree not in of_sequences]),
@@ -74,8 +74,8 @@ def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
     ):
         divided = [str(degree) for degree in own if degree > 1]
         if divided:
-            parts.append(f"{what} divided over {', '.join(divided)} ranks")
-    return f"{' and '.join(parts)}: not tried to the end, the time ended"
+            parts.append(f"{what} sharded over {', '.join(divided)} ranks")
+    return f"the time limit ended the search of {' and '.join(parts)}"
 
 
 def _settled(problem: Problem, found: Answer) -> Answer:

@@ -132,7 +132,7 @@ class Request:
         if 1 not in degrees:
             raise InputError(
                 f"the optimizer of '{self.profile.model}' combines parameters, which ranks of "
-                f"`tensor` would divide",
+                f"`tensor` would shard",
                 hint="leave `tensor` out, or take an optimizer that updates each parameter by "
                 "itself, such as AdamW",
             )
@@ -193,7 +193,7 @@ def options_asked(plan: Plan) -> SolveOptions:
 def _check_times(profile: Profile) -> None:
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(
-            f"the layers of '{profile.model}' take no time, so there is nothing to divide",
+            f"the layers of '{profile.model}' take no time, so there is nothing to split",
             hint=REMEDY,
         )
 

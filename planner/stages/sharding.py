@@ -184,7 +184,7 @@ def why_no_group(sharding: Sharding, replicas: int) -> str | None:
     if not group:
         return None
     if not sharding.divides_gradients:
-        return "only replicas that divide gradients or weights do so in groups"
+        return "only replicas that shard gradients or weights do so in groups"
     if not 1 < group < replicas or replicas % group:
         return f"{replicas} replicas are no groups of {group} that repeat each other"
     return None
@@ -199,18 +199,18 @@ def why_whole(
     problem = None
     if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
         problem = (
-            "only replicas of the whole model divide gradients or weights",
+            "only replicas of the whole model shard gradients or weights",
             "give one stage of several replicas",
         )
     elif not schedule.divides or schedule.asynchronous or schedule.chunked:
         problem = (
-            f"replicas do not divide gradients or weights under {schedule}",
+            f"replicas do not shard gradients or weights under {schedule}",
             "use `schedule=1f1b-flush`",
         )
     elif microbatches % replicas[0]:
         each = -(-microbatches // replicas[0])
         problem = (
-            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} "
+            f"{replicas[0]} replicas that shard gradients or weights cannot share {microbatches} "
             f"microbatches equally",
             f"give `microbatches={each * replicas[0]}`",
         )

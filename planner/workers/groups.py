@@ -119,7 +119,7 @@ class DataGroups:
             _log.warning(
                 f"rank {dist.get_rank()} has {self._own} groups of {self._place.backend}, and a "
                 f"device runs {STREAMS} "
-                "streams of them beside each other: messages may wait for others, perhaps for "
+                "streams of them side by side: messages may wait for others, perhaps for "
                 "ever. Stages with fewer "
                 "replicas need fewer groups."
             )

@@ -72,7 +72,7 @@ def test_links_that_hardly_count_leave_the_choice() -> None:
     assert slow.steadiest is None
     line = links_line(plan)
     assert line is not None
-    assert line.endswith("and stays the fastest")
+    assert line.endswith("and is still the fastest")
     assert links_warning(plan) is None
 
 

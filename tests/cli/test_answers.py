@@ -84,7 +84,7 @@ def test_explain(folder: Path) -> None:
         == "2-1"
     )
     assert plan("price", "--stages", "a", *CLUSTER, cwd=folder).returncode == 0
-    assert "The stages were given" in plan("explain", cwd=folder).stdout
+    assert "You chose the stages" in plan("explain", cwd=folder).stdout
 
 
 def test_a_profile_without_a_batch_size_knows_no_samples(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Pat
     assert fitted.returncode == 0, fitted.stderr
     for text in (
         "fits",
-        "of 16.1 GB that plans may fill, 95% of its memory",
+        "of the 16.1 GB that plans may fill (95% of its memory)",
         "split",
         "data parallel",
         "estimated",

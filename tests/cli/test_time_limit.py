@@ -85,7 +85,10 @@ def test_every_verb_answers_when_the_time_is_over(
         == 0
     )
     assert main([verb, "--time-limit", "1ns"]) == 0
-    said = {"explain": "The time limit ended this", "compare": "waiting for messages is left out"}
+    said = {
+        "explain": "The time limit ended the search",
+        "compare": "waiting for messages is left out",
+    }
     assert said.get(verb, "") in capsys.readouterr().out
 
 

@@ -176,9 +176,9 @@ def test_long_sequences_are_divided_where_whole_ones_do_not_fit() -> None:
     assert all(plan.memory_bytes(stage) <= 80_000 for stage in range(len(plan.stages)))
     assert planner.simulate(plan).microbatch_size == 1
     assert type(plan).model_validate_json(plan.model_dump_json()) == plan
-    assert "each divided over 4 ranks (context parallelism)" in str(plan)
+    assert "each sharded over 4 ranks (context parallelism)" in str(plan)
 
-    with pytest.raises(PlanError, match="does not divide sequences, and those of this plan are"):
+    with pytest.raises(PlanError, match="does not shard sequences, and this plan shards them"):
         check_trainable(plan)
     torchtitan = planner.export(named(plan), "torchtitan")
     assert "context_parallel_degree=4" in torchtitan

@@ -25,6 +25,7 @@ def trainer(tmp_path: Path) -> Any:
 
     def make(plan: Any = None, kind: Any = None, **given: Any) -> Any:
         own = {"model", "callbacks", "compute_loss_func", "optimizers", "eval_dataset"}
+        own.add("compute_metrics")
         config = transformers.LlamaConfig(
             vocab_size=8,
             hidden_size=8,
@@ -135,6 +136,47 @@ def test_evaluations_that_the_pipeline_cannot_do(trainer: Any) -> None:
         trainer(plan=plan_of(), **arguments).evaluate([])
     with pytest.raises(InputError, match="more than a microbatch"):
         trainer(plan=plan_of(), eval_dataset=[], **arguments).evaluate()
+
+
+def test_an_evaluation_is_refused_before_training(trainer: Any) -> None:
+    # it was refused after the first epoch, whose work was lost
+    sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    evaluating = trainer(plan=plan_of(), eval_dataset=[], eval_strategy="epoch", **sizes)
+    with pytest.raises(InputError, match="more than a microbatch"):
+        evaluating.train()
+    assert not evaluating.is_in_train
+
+
+def test_predictions_that_ranks_shard_are_refused(trainer: Any) -> None:
+    last = SimpleNamespace(ranks=(1, 2), replicas=1, ranks_per_replica=2)
+    plan = plan_of(stages=[SimpleNamespace(), last], config="1-1x2")
+    evaluating = trainer(
+        plan=plan,
+        eval_dataset=[],
+        compute_metrics=lambda predictions: {},
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=4,
+    )
+    with pytest.raises(InputError, match="shards them over 2 workers"):
+        evaluating.evaluate()
+
+
+def test_replicas_take_turns_by_batches() -> None:
+    from planner.integrations.trainer_predictions import in_turns
+
+    first, second, third = (torch.full((2,), float(number)) for number in range(3))
+    assert in_turns([[first, third], [second]]) == [first, second, third]
+    assert in_turns([[first], []]) == [first]
+    assert in_turns([]) == []
+
+
+def test_the_model_trains_as_in_a_step_of_trainer(trainer: Any) -> None:
+    from planner.integrations.trainer_spec import training_spec
+
+    measured = trainer()
+    measured.model.eval()  # as from_pretrained() leaves it
+    training_spec(measured, updates=1)
+    assert measured.model.training
 
 
 def test_batches_of_one_update_are_joined() -> None:

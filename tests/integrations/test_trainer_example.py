@@ -86,6 +86,26 @@ def assert_same_log(
                 assert value == pytest.approx(theirs[name], rel=2e-5), name
 
 
+def test_replicas_of_the_last_stage_evaluate_as_trainer_does(folder: Path) -> None:
+    # Two workers that have predictions were refused, after an epoch: data parallelism is what
+    # `plan solve` answers for a model as small as the guide's.
+    example = import_file(folder / "trainer_loop.py")
+    profile = planner.PipelineTrainer(**example.what_to_train("cpu")).profile(
+        device="cpu",
+        seconds=0.5,
+    )
+    cluster = planner.flat_cluster(2, "1Gbps")
+    plan = planner.price(profile, cluster, 1, replicas=2, schedule="1f1b-flush", microbatches=2)
+    planner.save_plan(plan, "plan.json")
+    expected = one_process(example)
+    shutil.rmtree("checkpoints")
+
+    run_example("plan.json")
+
+    assert any("eval_accuracy" in row for row in expected)
+    assert_same_log(log_of(Path("checkpoints")), expected)
+
+
 def test_a_pipeline_trains_as_trainer_does(folder: Path) -> None:
     example = import_file(folder / "trainer_loop.py")
     args = example.what_to_train("cpu")

@@ -373,7 +373,7 @@ def test_degrees_that_the_time_did_not_suffice_for_are_named() -> None:
     plan = asked(tensor=(1, 2, 4), time_limit_s=0.0)
     assert plan.ranks_per_replica == 2
     assert plan.notes == (
-        "undivided layers and layers divided over 4 ranks: not tried to the end, the time ended",
+        "the time limit ended the search of whole layers and layers sharded over 4 ranks",
     )
 
     assert not asked(tensor=(1, 2, 4)).notes

@@ -268,7 +268,7 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
     assert profile == model(64)
     assert answer.not_tried == ("microbatches of 16, 32", "1 GPU")
     text = fit_report(answer)
-    assert text.endswith("note: microbatches of 16, 32 and 1 GPU: not tried, the time ended")
+    assert text.endswith("before it tried: microbatches of 16, 32; 1 GPU")
 
     unhurried, same = fit(asked(2, slow, larger, sizes=more_sizes))
     assert unhurried.not_tried == ()

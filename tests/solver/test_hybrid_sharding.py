@@ -215,7 +215,7 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
     [
         ("all:3/3", "8 replicas are no groups of 3"),
         ("all:3/8", "8 replicas are no groups of 8"),
-        ("all:1/4", "only replicas that divide gradients or weights do so in groups"),
+        ("all:1/4", "only replicas that shard gradients or weights do so in groups"),
         ("all:3/x", "does not end with the size of groups"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_file_with_other_groups_is_refused() -> None:
     stage = hybrid(servers(50.0, 10.0)).stages[0]
     with pytest.raises(ValueError, match="8 replicas are no groups of 5"):
         Stage.model_validate(stage.model_dump() | {"shard_group": 5})
-    with pytest.raises(ValueError, match="only replicas that divide gradients or weights"):
+    with pytest.raises(ValueError, match="only replicas that shard gradients or weights"):
         Stage.model_validate(stage.model_dump() | {"sharding_level": 1})
 
 

@@ -71,7 +71,7 @@ class FullSharding(Sharding):
         super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
         if not POSSIBLE:
             problem = (
-                f"replicas that divide weights need a newer fully_shard than that of "
+                f"replicas that shard weights need a newer fully_shard than that of "
                 f"PyTorch {torch.__version__}"
             )
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
@@ -88,7 +88,7 @@ class FullSharding(Sharding):
         """See base class."""
         if whole:
             problem = (
-                f"the plan divides weights by rows, and {type(optimizer).__name__} must "
+                f"the plan shards weights by rows, and {type(optimizer).__name__} must "
                 f"see some of them whole"
             )
             raise PlanError(problem, hint=_HINT)
@@ -100,7 +100,7 @@ class FullSharding(Sharding):
         try:
             self._divide_stage()
         except (ValueError, NotImplementedError) as cause:
-            problem = f"PyTorch's fully_shard does not divide these weights: {first_line(cause)}"
+            problem = f"PyTorch's fully_shard does not shard these weights: {first_line(cause)}"
             raise PlanError(problem, hint=_HINT) from cause
         now = dict(self._stage.named_parameters())
         for parameter in now.values():

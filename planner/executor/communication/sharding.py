@@ -156,7 +156,7 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
             raise ModelFileError(
                 f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a "
                 f"tensor '{key}' of "
-                f"shape {tuple(value.shape)}, which its stage's replicas cannot divide",
+                f"shape {tuple(value.shape)}, which its stage's replicas cannot shard",
                 hint="solve again with `shard_optimizer=never`",
             )
     return found

@@ -313,7 +313,7 @@ def full_sharding(
 
     if place.wire.type != place.compute.type:
         problem = (
-            f"replicas that divide weights exchange them on the {place.compute.type}, not "
+            f"replicas that shard weights exchange them on the {place.compute.type}, not "
             f"over {place.backend}"
         )
         raise PlanError(

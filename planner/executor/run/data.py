@@ -537,7 +537,7 @@ class OfRank(ChangedBatches):
     def _check(self, samples: int) -> None:
         if samples < (least := self.microbatches * self._ranks):
             problem = (
-                f"a minibatch has {samples} samples, and ranks that divide experts take "
+                f"a minibatch has {samples} samples, and ranks that shard experts take "
                 f"{least} or more"
             )
             raise InputError(problem, hint="leave out an epoch's last minibatch with `drop_last`")

@@ -252,9 +252,8 @@ class LossCheck:
             raise ModelFileError(
                 f"minibatch {minibatch}: {self._spec.place('loss')} gives {undivided:.6g} for its "
                 f"outputs together, "
-                f"and {divided:.6g} as the {self._mean.words} of their parts, so divided "
-                f"minibatches would train on "
-                "another loss",
+                f"and {divided:.6g} as the {self._mean.words} of their parts, so "
+                f"several microbatches would train on another loss",
                 hint=_DIVIDED_HINT,
             )
 

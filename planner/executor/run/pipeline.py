@@ -282,7 +282,7 @@ class Pipeline:
         Replicas and ranks that divide their weights all call it, and get them whole.
         """
         with self._called():
-            self._context.heartbeat.enter("gathering weights that ranks divide", meeting=True)
+            self._context.heartbeat.enter("gathering sharded weights", meeting=True)
             states = [whole_state(stage.module) for stage in self._context.stages.values()]
         return {name: tensor for state in states for name, tensor in state.items()}
 

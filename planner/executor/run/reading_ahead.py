@@ -85,7 +85,7 @@ class ReadAhead(ChangedBatches):
             # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
             arguments = units, self._ready, self._stop
             self._thread = threading.Thread(
-                target=self._run, args=arguments, name="reading ahead", daemon=True
+                target=self._run, args=arguments, name="prefetching", daemon=True
             )
             self._thread.start()
         return batch

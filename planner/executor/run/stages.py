@@ -364,7 +364,7 @@ def build_modules(
         )
         if by_tokens and not division.within(graph, ()).tokens:
             raise PlanError(
-                f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
+                f"{tensor.degree} ranks cannot shard the tokens of any value evenly",
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
     alike = Variant(compiled=plan.compiled, division=division)

@@ -99,7 +99,7 @@ def divided_data(
     if tensor is not None and plan.by_samples:
         if built.lengths:
             raise PlanError(
-                "the executor does not divide experts over ranks where the lengths of batches vary",
+                "the executor does not shard experts over ranks where the lengths of batches vary",
                 hint="pad all batches alike and leave lengths() out, or solve with `tensor=1`",
             )
         data = OfRank(data, tensor.place, sample_parts(plan))

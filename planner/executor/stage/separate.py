@@ -72,7 +72,7 @@ def _check_optimizer(tried: Separability, plan: Plan, *, divided: bool) -> None:
 def _division(plan: Plan) -> tuple[str, str]:
     """Return what the plan divides, and how to solve for a plan that does not."""
     if len(plan.stages) == 1:
-        divided = "the plan divides its parameters over replicas or ranks"
+        divided = "the plan shards its parameters over replicas or ranks"
         return divided, "solve with `tensor=1` and `shard_optimizer=never`"
     divided = f"the plan has {len(plan.stages)} stages with an optimizer each"
     return divided, "solve with `max_stages=1`, `tensor=1` and `shard_optimizer=never`"
@@ -89,7 +89,7 @@ def _inseparable(tried: Separability, plan: Plan) -> PlanError:
     divided, hint = _division(plan)
     if tried.combines:
         hint += (
-            "; for a norm of all gradients there is `clip_grad_norm`, beside an optimizer "
+            "; for a norm of all gradients there is `clip_grad_norm`, with an optimizer "
             "that does not clip"
         )
     else:

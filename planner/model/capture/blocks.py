@@ -392,7 +392,7 @@ def _structure(output: Any, blocks: _Named) -> Structure:
     if structure is None:
         raise CaptureError(
             f"block '{blocks[-1][0]}' returns something that cannot be sent to another stage",
-            hint="return tensors, within tuples, lists and dicts, beside numbers and strings",
+            hint="return tensors, numbers and strings, within tuples, lists and dicts",
         )
     return structure
 

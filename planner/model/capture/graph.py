@@ -139,8 +139,7 @@ class Structure:
         if found is None or found.spec != self.spec or found.leaves != self.leaves:
             raise CaptureError(
                 f"block '{block}' returns another structure than on the example batch",
-                hint="the number of tensors, and everything beside them, must be the same for "
-                "every batch",
+                hint="the number of tensors, and everything else, must be the same for every batch",
             )
         return tensors_of(value)
 

@@ -70,7 +70,7 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
     """
     if graph.blocks is not None and (found := recurrent_modules(graph, graph.layers)):
         raise PlanError(
-            f"replicas that divide weights cannot gather those of a recurrent layer, such as "
+            f"replicas that shard weights cannot gather those of a recurrent layer, such as "
             f"'{found[0][1][0]}', in a "
             "block, which runs as it is and remembers them",
             hint="leave out blocks(), or solve with `shard_optimizer=never`",

@@ -443,8 +443,7 @@ def refuse_divided_hooks(name: str, parameter: Tensor) -> None:
     if gradient_hooks(parameter):
         raise PlanError(
             f"parameter '{name}' has a hook on its gradient, which would see a part of it where "
-            f"ranks divide the "
-            "parameter",
+            f"ranks shard the parameter",
             hint="solve with `tensor=1` and `shard_optimizer=never`",
         )
 
@@ -502,7 +501,7 @@ def division_of(
     """
     if graph.blocks is not None:
         raise PlanError(
-            "ranks divide the products of a captured graph, and the model file names blocks, "
+            "ranks shard the products of a captured graph, and the model file names blocks, "
             "which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )

@@ -67,9 +67,9 @@ def tensor_parallel_plan(
     if found := found_plan(graph, degree):
         return found
     raise InputError(
-        f"the model '{training_spec.name}' does not say how its layers are divided, and nothing "
+        f"the model '{training_spec.name}' does not say how its layers are sharded, and nothing "
         f"was found that "
-        f"{degree} ranks can divide",
+        f"{degree} ranks can shard",
         hint="write tensor_parallel_plan() into the model file, as "
         "docs/guides/tensor-parallelism.md shows, or leave "
         "out `tensor`",
@@ -131,7 +131,7 @@ def _embedding_style(weight: _Weight) -> str | None:
 
 
 def _divides_rows(node: fx.Node, weight: Tensor, degree: int) -> bool:
-    """Return whether a node is an embedding whose rows so many ranks can divide."""
+    """Return whether a node is an embedding whose rows so many ranks can shard."""
     return node.target is torch.ops.aten.embedding.default and weight.shape[0] % degree == 0
 
 

@@ -81,7 +81,7 @@ class Stack:
         """Say what `plan train` does not run as this stack does; `compiled`: it compiles stages."""
         missing = []
         if not compiled:
-            missing.append("fuse chains of operations, as stages that divide weights are eager")
+            missing.append("fuse chains of operations, as stages that shard weights are eager")
         if self.fuses_attention:
             missing.append("fuse attention that the model writes out")
         if self.loss_chunks > 1:
@@ -197,7 +197,7 @@ MEGATRON = Stack(
         Group("cross entropy", "one kernel, logits in half precision once", _POINTWISE),
         Group("optimizer", "each operation once for all weights", _KERNELS),
         Group(
-            "divided layers",
+            "sharded layers",
             "sequence parallelism: norms and dropouts by tokens",
             "Korthikanti et al. 2022, section 4.2",
         ),

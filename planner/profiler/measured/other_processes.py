@@ -125,7 +125,7 @@ def _failure(worker: subprocess.Popen[str], number: int) -> WorkerError:
     _, error = worker.communicate()
     reason = (error.strip().splitlines() or [f"it ended with exit code {worker.returncode}"])[-1]
     return WorkerError(
-        f"process {number}, which was to train beside the measured one, failed: {reason}",
+        f"process {number}, which was to train next to the measured one, failed: {reason}",
         hint="is there memory for as many copies of the model? Otherwise give fewer `processes`",
     )
 

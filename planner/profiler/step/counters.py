@@ -216,7 +216,7 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
     """
     if dist.is_initialized():
         raise InputError(
-            "what ranks divide is profiled by one process alone, and this one has joined others",
+            "tensor parallelism is profiled by one process alone, and this one has joined others",
             hint="start plan profile without torchrun; the times of all-reduces follow from the "
             "cluster's links",
         )

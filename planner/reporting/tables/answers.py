@@ -1,7 +1,5 @@
 """The reports of questions about plans: baselines, numbers of GPUs, and what limits a plan."""
 
-from collections.abc import Sequence
-
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.limits import simulated_limits
@@ -180,16 +178,9 @@ def fit_report(answer: Fit) -> str:
     if cost := cost_lines(answer):
         parts.append("\n".join(cost))
     if answer.not_tried:
-        parts.append(f"note: {listing(answer.not_tried)}: not tried, the time ended")
+        left = "; ".join(answer.not_tried)
+        parts.append(f"note: the time limit ended the search before it tried: {left}")
     return "\n\n".join(parts)
-
-
-def listing(words: Sequence[str]) -> str:
-    """Write "a", "a and b", or "a, b and c"."""
-    *first, last = words
-    if not first:
-        return last
-    return f"{', '.join(first)} and {last}"
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
@@ -197,9 +188,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     limit = plan.cluster.memory_bytes
     full = ""
     if limit:
-        full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}"
+        full = f", {_most(plan) / limit:.0%} of the {format_bytes(limit)}"
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
-        full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
+        full += f" that plans may fill ({limit / plan.device.memory_bytes:.0%} of its memory)"
     split = _split(plan)
     saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
     if "ZeRO" not in split:
@@ -215,8 +206,8 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     return [
         (
             "model",
-            f"{answer.model}, minibatches of {plan.minibatch_size} samples{words.in_tokens(plan)}, "
-            f"{plan.microbatch_size} at a time",
+            f"{answer.model}, global batch of {plan.minibatch_size} samples"
+            f"{words.in_tokens(plan)}, micro batches of {plan.microbatch_size}",
         ),
         ("stages run", words.options_words(plan)),
         ("GPUs", _gpus_line(plan)),
@@ -231,7 +222,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("kernels", unmeasured_in_plan(plan)),
         (
             "search",
-            "stopped early: others could be faster" if words.stopped_early(plan) else None,
+            "stopped early: other plans could be faster" if words.stopped_early(plan) else None,
         ),
         (
             "numbers",
@@ -265,7 +256,7 @@ def _ways(plan: Plan) -> Table:
         over = way.over_memory_bytes
         ratio = words.speed_over(1 / share, over)
         if not over and 1 + SLACK < share <= most_share:
-            ratio += ", not told apart"
+            ratio += ", within the error"
         rows.append(
             [
                 way.name,
@@ -373,14 +364,14 @@ def sentences(explanation: Explanation) -> str:
     lines.append(_optimality(explanation))
     lines += [_gain(each) for each in explanation.what_if]
     if explanation.out_of_time:
-        lines.append("The time limit ended this: more may be gained.")
+        lines.append("The time limit ended the search: more may be gained.")
     return "\n".join(lines)
 
 
 def _optimality(explanation: Explanation) -> str:
     solver = explanation.solver
     if solver.name == GIVEN:
-        return "The stages were given: no search says how far from the fastest plan this is."
+        return "You chose the stages: no search says how far from the fastest plan this is."
     if solver.status == "optimal":
         least = format_seconds(solver.lower_bound_s)
         bound = f"By the cost model no plan{words.which_plans(solver)} takes less than {least}"

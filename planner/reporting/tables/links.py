@@ -34,16 +34,16 @@ def links_warning(plan: Plan) -> tuple[str, str] | None:
 def _at_slow_rate(plan: Plan, slow: SlowLinks) -> str:
     if slow.fastest is not None:
         return _faster(plan, slow)
-    longer = f"at {format_bandwidth(slow.bytes_per_s)} this plan takes {_as_long(slow.slowdown)}"
+    longer = f"at {format_bandwidth(slow.bytes_per_s)} this plan {_as_long(slow.slowdown)}"
     if not slow.complete:
-        return f"{longer}, and the time ended before others were tried there"
-    return f"{longer}, and stays the fastest"
+        return f"{longer}; the time limit ended the search before it tried others there"
+    return f"{longer}, and is still the fastest"
 
 
 def _as_long(slowdown: float) -> str:
     if round(slowdown, 2) > 1:
-        return f"{format_times(slowdown)} as long"
-    return "as long"
+        return f"takes {format_times(slowdown)} as long"
+    return "takes as long"
 
 
 def _faster(plan: Plan, slow: SlowLinks) -> str:

@@ -109,7 +109,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         (
             "sequences",
-            f"each divided over {plan.context_ranks} ranks (context parallelism)"
+            f"each sharded over {plan.context_ranks} ranks (context parallelism)"
             if plan.divides_sequences
             else None,
         ),
@@ -170,7 +170,7 @@ def stopped_early(plan: Plan) -> bool:
 def _open_end(plan: Plan) -> str | None:
     """Say that a search was stopped before it knew; None where it was not."""
     if stopped_early(plan):
-        return "stopped early: others could be faster; -v shows the bound"
+        return "stopped early: other plans could be faster; -v shows the bound"
     return None
 
 
@@ -196,7 +196,7 @@ def _losses(plan: Plan) -> list[tuple[str, str | None]]:
     of_link = f"{of_link} {format_seconds(COPY_EVERY * plan.predicted.seconds_per_minibatch)}"
     copies = f"up to {format_bytes(cost.memory_bytes)} of a host's memory; each takes {of_link}"
     moves = (
-        f"{format_seconds(cost.restore_s)} until the state is in place, at most, beside the "
+        f"{format_seconds(cost.restore_s)} until the state is in place, at most, besides the "
         f"start of processes"
     )
     if cost.restore_s == math.inf:
@@ -231,14 +231,14 @@ def schedule_line(plan: Plan) -> str:
 
 
 def update_line(plan: Plan) -> str:
-    """Say after how many samples the weights are updated: "after a global batch of 128 samples, 4
-    at a time".
+    """Say after how many samples the weights are updated: "after a global batch of 128 samples,
+    micro batches of 4".
     """
     line = f"after a global batch of {update_words(plan.samples_per_update, plan.microbatch_size)}"
     if plan.schedule.divides:
         line += in_tokens(plan)
         if plan.microbatch_size is not None and plan.microbatches > 1:
-            line += f", {plan.microbatch_size} at a time"
+            line += f", micro batches of {plan.microbatch_size}"
     elif plan.samples_per_update[0] < plan.samples_per_update[1]:
         line += ": each stage after a microbatch on each of its replicas"
     return line
@@ -409,13 +409,16 @@ def practice_words(predicted: Prediction) -> str | None:
 
 
 def in_tokens(plan: Plan) -> str:
-    """Write how many tokens the samples of a minibatch have: " (2.1M tokens)"; nothing where that
-    is not known.
+    """Write how many tokens the samples of a minibatch have: " (524,288 tokens)", " (2.1M tokens)";
+    nothing where that is not known.
     """
     predicted = plan.predicted
     if predicted.tokens_per_s is None:
         return ""
-    return f" ({predicted.tokens_per_s * predicted.seconds_per_minibatch / 1e6:.2g}M tokens)"
+    tokens = predicted.tokens_per_s * predicted.seconds_per_minibatch
+    if tokens < 1e6:
+        return f" ({tokens:,.0f} tokens)"
+    return f" ({tokens / 1e6:.2g}M tokens)"
 
 
 def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
@@ -490,7 +493,7 @@ def best_baseline_line(plan: Plan) -> str | None:
     row = f"{best.name} ({config_words(best.config)})"
     line = f"the plan is {ratio} as the fastest baseline that fits, {row}{other_update(best, plan)}"
     if plan.estimated_faster and share_of_speed(plan, best) > 1 + SLACK:
-        line += ": estimates do not tell them apart"
+        line += ", within the error of estimates"
     return line
 
 
@@ -564,12 +567,11 @@ def bound_words(solver: SolverReport) -> str:
     """
     least_s = format_seconds(solver.lower_bound_s)
     least = f"no plan{which_plans(solver)} takes less than {least_s}, {solver.gap:.1%} less"
+    if not solver.simulated:
+        return least
     others = "no other" if solver.exhausted else "others"
-    return least + (
-        f"; best of {solver.simulated} simulated; {others} could be faster"
-        if solver.simulated
-        else ""
-    )
+    simulated = counted(solver.simulated, "simulated plan")
+    return f"{least}; this is the fastest of {simulated}; {others} could be faster"
 
 
 def memory_table(plan: Plan) -> Table:

@@ -55,7 +55,7 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
     if limits is not None:
         parts.append(f"{limits.bubble:.0%} bubble")
     if plan.estimated_faster:
-        parts.append(f"{plan.estimated_faster}, which estimates do not tell apart")
+        parts.append(f"{plan.estimated_faster}, within the error of estimates")
     words = ", ".join(parts)
     # Beside a hand-cut pipeline that is as fast, a pipeline may still gain much.
     if best is not None and not _is_pipeline(best) and share_of_speed(plan, best) * LITTLE > 1:
@@ -103,7 +103,7 @@ def _without_pipeline(plan: Plan) -> str:
     if given:
         return f"{what[:1].upper()}{what[1:]}, as given"
     if plan.estimated_faster:
-        return f"Use {what}: {plan.estimated_faster}, which estimates do not tell apart"
+        return f"Use {what}: {plan.estimated_faster}, within the error of estimates"
     if not knows_pipelines:
         return f"Use {what}"
     return f"Use {what}: a pipeline gains nothing here"

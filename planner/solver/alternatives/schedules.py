@@ -22,7 +22,7 @@ from planner.units import as_fast, counted
 
 SYNCHRONOUS = "best synchronous plan"
 OUT_OF_TIME = (
-    "the search for synchronous plans beside this one ended with its time: there may be faster ones"
+    "the time limit ended the search for synchronous plans to compare: there may be faster ones"
 )
 
 

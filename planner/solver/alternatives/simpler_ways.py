@@ -64,7 +64,7 @@ def simplest_equal_ways(plan: Plan, ways: Iterable[Way], tuning: Tuning) -> list
 def _traits(stages: Sequence[StageTraits]) -> frozenset[str]:
     found = {
         "pipeline": len(stages) > 1,
-        "divided layers": any(stage.divides_layers for stage in stages),
+        "sharded layers": any(stage.divides_layers for stage in stages),
         "sharded optimizer": any(stage.shards_optimizer for stage in stages),
         "sharded gradients": any(stage.shards_gradients for stage in stages),
         "recomputation": any(stage.recomputes for stage in stages),

@@ -109,7 +109,7 @@ def _simpler_than(plan: Plan, simpler: Plan) -> Plan:
     gain = seconds_per_microbatch(simpler) / seconds_per_microbatch(plan) - 1
     faster = f"{_stages_words(plan)} is estimated to be {max(gain, 0.0):.1%} faster"
     chosen = _in_place_of(plan, simpler).noting(
-        f"{faster}, which is less than such estimates tell plans apart by, and is less simple"
+        f"{faster}, which is within the error of estimates, and is less simple"
     )
     return replace(chosen, estimated_faster=faster)
 

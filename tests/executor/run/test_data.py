@@ -92,7 +92,7 @@ def test_ranks_divide_the_microbatches_of_their_group() -> None:
 
 def test_a_minibatch_with_too_few_samples_for_the_ranks_is_refused() -> None:
     with pytest.raises(
-        InputError, match="a minibatch has 4 samples, and ranks that divide experts take 6 or more"
+        InputError, match="a minibatch has 4 samples, and ranks that shard experts take 6 or more"
     ):
         OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0), 0, 3)
     fed = FedBatches(6, kept=2)

@@ -150,7 +150,7 @@ def test_what_is_drawn_late_is_drawn_by_its_seed(draw: Callable[[], object]) -> 
     )
     assert found == expected
     assert {thread.name for thread in ahead.threads} == {
-        "reading ahead",
+        "prefetching",
         threading.current_thread().name,
     }
 

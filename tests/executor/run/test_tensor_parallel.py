@@ -451,5 +451,5 @@ def test_tokens_that_ranks_do_not_divide_evenly_are_refused(tmp_path: Path) -> N
     path = write_model(tmp_path, "attention", "sgd", more=odd)
     plan = by_tokens(in_groups(make_plan(_profile(str(path)), (1,)), 2))
     job = Job(model=str(path), plan=plan, steps=1, seed=SEED)
-    with pytest.raises(PlanError, match="2 ranks cannot divide the tokens of any value evenly"):
+    with pytest.raises(PlanError, match="2 ranks cannot shard the tokens of any value evenly"):
         build_modules(job, [0], load_model_file(str(path)), "cpu", TensorGroup(2, 0))

@@ -150,7 +150,7 @@ def test_a_rank_has_its_heads_of_a_product_that_makes_query_key_and_value() -> N
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(
         InputError,
-        match="does not say how its layers are divided, and nothing was found that 3 ranks",
+        match="does not say how its layers are sharded, and nothing was found that 3 ranks",
     ):
         estimate_profile(spec(), BATCH, options(3))
     with pytest.raises(PlanError, match="3 ranks cannot divide the"):

@@ -192,7 +192,7 @@ def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
     model_path.write_text(
         MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8"
     )
-    told = r"process 1, which was to train beside the measured one, failed: .*Dimension"
+    told = r"process 1, which was to train next to the measured one, failed: .*Dimension"
     with pytest.raises(WorkerError, match=told), contention(spec, 4, 1, options=PLAIN):
         pass
 

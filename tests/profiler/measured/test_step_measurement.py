@@ -70,7 +70,7 @@ def test_a_rank_is_measured_with_its_tokens_too(tmp_path: Path) -> None:
 
 def test_what_is_not_measured_together(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
-    with pytest.raises(InputError, match="does not say how its layers are divided"):
+    with pytest.raises(InputError, match="does not say how its layers are sharded"):
         planner.profile(path, batch_size=2, seconds=0.0, repeats=1, tensor=(2,))
     with pytest.raises(InputError, match="`tensor` and `compiled`"):
         planner.profile(path, batch_size=2, compiled=True, tensor=(2,))

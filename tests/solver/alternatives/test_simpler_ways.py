@@ -45,7 +45,7 @@ def test_an_estimated_one_gives_way_to_data_parallelism_that_is_as_fast() -> Non
     assert plan.estimated_faster == f"{measured.config} is estimated to be {gain:.1%} faster"
     first = plan_report(plan).splitlines()[0]
     assert first.startswith(
-        f"Use data parallelism: {plan.estimated_faster}, which estimates do not tell apart; "
+        f"Use data parallelism: {plan.estimated_faster}, within the error of estimates; "
     )
 
 
