@@ -214,7 +214,7 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
     """Return the fastest plan for another cluster, or the given plan, which runs there, too."""
     try:
-        plan = find_plan(request)
+        plan = _worth_its_staleness(find_plan(request), given, request)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
 
@@ -230,6 +230,21 @@ def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
         seconds_per_minibatch=seconds,
         gain=0.0 if abs(gain) < _SAME else gain,
     )
+
+
+def _worth_its_staleness(plan: Plan, given: GivenPlan, request: Request) -> Plan:
+    """Return the plan, or the best without stale gradients, as `solve` chooses between the two.
+
+    Otherwise a slower cluster's plan, which was left out for its staleness, would seem to be what a
+    faster cluster gains.
+    """
+    if not plan.staleness or given.plan.staleness:
+        return plan
+    current = find_plan(request.with_options(request.options.changed(max_staleness=0)))
+    speedup = _comparable_s(current, given) / _comparable_s(plan, given)
+    if speedup >= request.tuning.evaluate.min_speedup_per_stale_update:
+        return plan
+    return current
 
 
 def _comparable_s(plan: Plan, given: GivenPlan) -> float:

@@ -115,7 +115,7 @@ class StageRules(Options):
         "T,T",
         parse=degrees,
         aliases=("--tensor-parallel-size",),
-        told="the profiled ones that the GPUs of a server are a multiple of",
+        told="all profiled degrees that split the GPUs of a server evenly",
     )
 
     def __post_init__(self) -> None:

@@ -110,6 +110,21 @@ def test_what_the_user_asked_of_stages_holds_for_what_if() -> None:
     assert all("-" not in (each.config or "") for each in explained.what_if)
 
 
+def test_a_pipeline_that_is_not_worth_its_staleness_is_no_gain() -> None:
+    """It was left out on the plan's own cluster, and then named as what 10% more bandwidth gains,
+    and as what more memory does.
+    """
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    plan = solve(model, flat_cluster(2, 6.25e8, 16 * 10**9))
+    assert (plan.config, plan.staleness) == ("2", 0)
+    assert any("the best pipeline under 1f1b, 1-1, is" in note for note in plan.notes)
+    wider, _, roomier = explain(model, plan).what_if
+    assert wider.config == "2"
+    assert wider.gain is not None
+    assert 0 < wider.gain < 0.1
+    assert (roomier.config, roomier.gain) == ("2", 0.0)
+
+
 def load_plan_again(plan: Plan) -> Plan:
     return Plan.model_validate_json(plan.model_dump_json())
 

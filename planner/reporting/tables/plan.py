@@ -570,8 +570,7 @@ def bound_words(solver: SolverReport) -> str:
     if not solver.simulated:
         return least
     others = "no other" if solver.exhausted else "others"
-    simulated = counted(solver.simulated, "simulated plan")
-    return f"{least}; this is the fastest of {simulated}; {others} could be faster"
+    return f"{least}; fastest of {solver.simulated} simulated; {others} could be faster"
 
 
 def memory_table(plan: Plan) -> Table:
