@@ -60,7 +60,7 @@ def _check_class(function: Callable[..., Any], name: str, value: object) -> None
     if wanted and not isinstance(value, tuple(wanted.values())):
         words = " or ".join(each for each in wanted if each != "None")
         raise InputError(
-            f"`{name}` of {function.__name__} takes {words}, and was given {type(value).__name__}",
+            f"`{name}` of {function.__name__} takes {words}, not {type(value).__name__}",
             hint=f"help(planner.{function.__name__}) shows what goes where",
         )
 

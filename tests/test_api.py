@@ -198,26 +198,26 @@ def test_quantities_have_units(bandwidth: Any, error: type[Exception], sentence:
 @pytest.mark.parametrize(
     ("verb", "given", "sentence"),
     [
-        ("solve", ("a profile", "a plan"), "`cluster` of solve takes Cluster, and was given Plan"),
+        ("solve", ("a profile", "a plan"), "`cluster` of solve takes Cluster, not Plan"),
         (
             "solve",
             ("profile.json", "a plan"),
-            "`profile` of solve takes Profile, and was given str",
+            "`profile` of solve takes Profile, not str",
         ),
         (
             "explain",
             ("a plan", "a profile"),
-            "`profile` of explain takes Profile, and was given Plan",
+            "`profile` of explain takes Profile, not Plan",
         ),
         (
             "compare",
             ("a plan", "a profile"),
-            "`profile` of compare takes Profile, and was given Plan",
+            "`profile` of compare takes Profile, not Plan",
         ),
-        ("simulate", ("a profile",), "`plan` of simulate takes Plan, and was given Profile"),
-        ("train", ("model.py", "a profile"), "`plan` of train takes Plan, and was given Profile"),
-        ("flat_cluster", ("10Gbps", 2), "`gpus` of flat_cluster takes int, and was given str"),
-        ("fit", ("llama-7b", "two"), "`gpus` of fit takes int, and was given str"),
+        ("simulate", ("a profile",), "`plan` of simulate takes Plan, not Profile"),
+        ("train", ("model.py", "a profile"), "`plan` of train takes Plan, not Profile"),
+        ("flat_cluster", ("10Gbps", 2), "`gpus` of flat_cluster takes int, not str"),
+        ("fit", ("llama-7b", "two"), "`gpus` of fit takes int, not str"),
     ],
 )
 def test_what_is_given_in_the_wrong_place(

@@ -626,7 +626,7 @@ def check_elastic(plan: Plan, options: ElasticOptions) -> None:
         what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
         raise InputError(what, hint="start plan train on every host, without torchrun")
     if plan.cluster.gpus % most:
-        what = f"{plan.cluster.gpus} GPUs of the plan are not divided evenly over {most} hosts"
+        what = f"{plan.cluster.gpus} GPUs of the plan do not split evenly over {most} hosts"
         raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")
     if not (options.rendezvous or "").rpartition(":")[2].isdecimal():
         what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"

@@ -57,7 +57,7 @@ def number_of_servers(gpus: int, servers: int | None, gpus_per_server: int | Non
 
     if servers is not None and checked_gpus(gpus) % servers:
         raise ClusterError(
-            f"{counted(gpus, 'GPU')} are not divided evenly over {counted(servers, 'server')}",
+            f"{counted(gpus, 'GPU')} do not split evenly over {counted(servers, 'server')}",
             hint=f"give `servers` as one of {', '.join(map(str, divisors(gpus)))}",
         )
     return servers

@@ -105,7 +105,8 @@ class NamedModel:
             check_writable(path)
             if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
                 raise InputError(
-                    f"'{path}' is of another model", hint="choose a folder with `output`"
+                    f"'{path}' is of another model, or of this one with other options",
+                    hint="choose another folder with `output`, or delete this one",
                 )
         for name, text in texts.items():
             write_text(folder / name, text)

@@ -84,7 +84,7 @@ def build_parser() -> Parser:
     for each in subparsers.choices.values():
         if "--json" not in each._option_string_actions:
             each.add_argument(
-                "--json", action="store_true", help="print the answer as JSON, files by their names"
+                "--json", action="store_true", help="print the answer as JSON, with names of files"
             )
     for name in UNDER_A_SCHEDULE:
         help = Advanced("a Python file that registers a schedule of your own; may be repeated")
@@ -95,7 +95,7 @@ def build_parser() -> Parser:
         each.add_help_all()
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
-        help = "more about an answer, such as the solver and its bound; -vv: tracebacks, too"
+        help = "say more, such as the solver and its bound; -vv: tracebacks, too"
         each.add_argument(
             "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help=help
         )

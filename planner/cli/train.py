@@ -67,7 +67,7 @@ plan stay in a folder to continue from.
 SELFTEST = """\
 Check on this machine that what the other verbs promise holds: messages arrive, models cut at every
 layer compute what they compute whole, workers train as one process does under every schedule,
-predicted memory is that measured, and a killed worker is told with its cause. Run it first on a new
+memory is as predicted, and a killed worker is reported with its cause. Run it first on a new
 machine, and put its table into a bug report.
 
     plan selftest                        # the CPU, or the GPUs where there are any

@@ -142,7 +142,7 @@ class EstimateArguments(ModelOptions):
         None,
         "what runs the operators: eager (PyTorch one by one), compiled (torch.compile, one kernel "
         "for any attention, cross entropy in chunks) or megatron (Transformer Engine's kernels, "
-        "sequence parallelism); `plan train` says what it does not run so",
+        "sequence parallelism); `plan train` says which of it it does not run",
         told="eager",
         choices=STACKS,
         advanced=True,

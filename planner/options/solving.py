@@ -186,7 +186,8 @@ class SolveOptions(StageRules):
     )
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
-        "answer after a time such as 30s with the best plans so far; none: however long it takes",
+        "stop after a time such as 30s, and answer with the best plans so far; none: search to the "
+        "end",
         "TIME",
         flag="--time-limit",
         unit="s",
@@ -288,6 +289,6 @@ class SolveOptions(StageRules):
                 f"under {self.schedule} a minibatch has the {size} samples that were profiled, not "
                 f"`minibatch={self.minibatch}`",
                 hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that "
-                f"divides minibatches",
+                f"has several microbatches, such as 1f1b-flush",
             )
         return count

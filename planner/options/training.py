@@ -34,7 +34,7 @@ class TrainingOptions(Options):
         False,
         "train on the mean of the microbatches' losses even if the loss is not a mean over "
         "samples, such as a contrastive one",
-        told="refuse to divide its minibatches, unless the plan was solved so",
+        told="refuse to split its minibatches, unless the plan was solved with this option",
         advanced=True,
     )
     late_lr: float = option(

@@ -130,7 +130,7 @@ class FitOptions(SolveOptions):
     )
     deepspeed: str | Path | None = option(
         None,
-        "the same for a JSON file of DeepSpeed; what it leaves to the script `batch_size` and "
+        "the same for a JSON file of DeepSpeed; what it leaves to the script, `batch_size` and "
         "`minibatch` say, and `recompute` whether layers recompute",
         "FILE",
         parse=Path,
@@ -214,7 +214,8 @@ class FitOptions(SolveOptions):
         SolveOptions,
         "schedule",
         FLUSH,
-        told=f"{FLUSH}, as this verb answers for training as on one device: no gradients are stale",
+        told=f"{FLUSH}, because this verb plans training that equals one device: no gradient is "
+        "stale",
     )
     place: str | Path | None = option(
         None,

@@ -121,7 +121,7 @@ class OneForwardOneBackward(Schedule):
     known_as = "PipeDream 1F1B"
     title = "1f1b with weight stashing"
     summary = (
-        "asynchronous (PipeDream, and so named, too): never drains, stashes weights, has "
+        "asynchronous (PipeDream; alias: pipedream): never drains,  stashes weights, has "
         "stale gradients"
     )
     formula = "asynchronous"

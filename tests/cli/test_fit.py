@@ -300,8 +300,7 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
         (("absent.py", "--gpus", "2"), "absent.py"),
         (
             ("model.py", "--gpus", "6", "--servers", "4"),
-            "6 GPUs are not divided evenly over 4 servers\nhint: give --servers as one of 1, 2, "
-            "3, 6",
+            "6 GPUs do not split evenly over 4 servers\nhint: give --servers as one of 1, 2, 3, 6",
         ),
         (
             ("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"),
@@ -336,7 +335,7 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
         (("model.py", "--gpu", "t4=2", "--gpus", "8"), "--gpu t4=2 are 2 GPUs, not --gpus 8"),
         (
             ("model.py", "--gpu", "v100=4,t4=4", "--servers", "3"),
-            "8 GPUs are not divided evenly over 3 servers",
+            "8 GPUs do not split evenly over 3 servers",
         ),
         (
             ("model.py", "--gpu", "v100=4,t4=4", "--bandwidth", "a100=nvlink3,1Gbps"),

@@ -71,7 +71,7 @@ def test_one_level_has_one_rate(folder: Path, counted: tuple[str, ...]) -> None:
     [
         (
             ("--servers", "2", "--gpus", "9", "--bandwidth", "16GB/s,10Gbps"),
-            "9 GPUs are not divided evenly over 2 servers\nhint: give --servers as one of 1, 3, 9",
+            "9 GPUs do not split evenly over 2 servers\nhint: give --servers as one of 1, 3, 9",
         ),
         (
             ("--gpus-per-server", "4", "--gpus", "9", "--bandwidth", "16GB/s,10Gbps"),

@@ -340,7 +340,7 @@ def test_what_cannot_be_survived_is_refused() -> None:
         PlanError, match="a run that may have 2 GPUs needs a plan for them, and there is none"
     ):
         check_elastic(plan, ElasticOptions(elastic="1:3", rendezvous="host0:29500"))
-    with pytest.raises(PlanError, match="6 GPUs of the plan are not divided evenly over 4 hosts"):
+    with pytest.raises(PlanError, match="6 GPUs of the plan do not split evenly over 4 hosts"):
         check_elastic(plan, ElasticOptions(elastic="3:4", rendezvous="host0:29500"))
     with pytest.raises(InputError, match="hosts do not find each other at `rendezvous=None`"):
         check_elastic(plan, ElasticOptions(elastic="2:3"))
