@@ -26,8 +26,8 @@ STAGE_OPTIONS = (
     Axis("replicas, differing by stage", "yes", "yes", "yes", "equally many", "yes"),
     Axis("tensor parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "yes"),
     Axis("sequence parallelism, with it", "`--sequence-parallel`", "yes", "yes", "Megatron", "yes"),
-    Axis("experts divided in a server", "yes", "yes", "yes", "Megatron, torchtitan", "yes"),
-    Axis("experts divided over servers", "`plan fit`", "yes", "yes", "Megatron, torchtitan", "no"),
+    Axis("experts sharded in a server", "yes", "yes", "yes", "Megatron, torchtitan", "yes"),
+    Axis("experts sharded over servers", "`plan fit`", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("ZeRO-1", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("ZeRO-2, ZeRO-3 (FSDP), HSDP", "single stage", "yes", "yes", "torchtitan", "single stage"),
     Axis("FSDP with tensor parallelism", "no", "no", "no", "no", "no"),
@@ -51,7 +51,7 @@ def _schedule_rows() -> Iterator[Axis]:
             priced="by simulation" if schedule.formula is None else "yes",
             simulated="yes",
             exported=_exported(schedule),
-            trained="its own late updates" if schedule.asynchronous else "as one process",
+            trained="its own, stale" if schedule.asynchronous else "as one process",
         )
 
 

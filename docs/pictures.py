@@ -30,6 +30,7 @@ PROFILE = planner.load_profile(FILE)
 GBPS = 125e6  # bytes/s
 SCHEDULES = ("1f1b", "1f1b-flush", "gpipe")
 SECONDS_SHOWN = 2.0  # of each schedule, from its start
+MINIBATCHES_SHOWN = 8  # of one timeline
 BLUE, GREEN, ORANGE = "#0072b2", "#009e73", "#d55e00"
 MARGIN, LENGTH, HEIGHT = 90, 960, 130  # of each chart of a profile
 PARTS: tuple[EventKind, ...] = ("forward", "backward", "update")
@@ -221,6 +222,7 @@ def main() -> None:
         "resources.svg": resources(explained.uses, explained.seconds_per_minibatch),
         "schedules.svg": schedules(),
         "bandwidths.svg": bandwidths(),
+        "timeline.svg": timeline_svg([planner.simulate(plan, minibatches=MINIBATCHES_SHOWN)]),
     }
     for name, svg in drawn.items():
         (IMAGES / name).write_text(svg, encoding="utf-8")

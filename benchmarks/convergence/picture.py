@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from planner.reporting.svg import CURVES
+from planner.reporting.svg import CURVES, round_ticks
 
 WIDTH, HEIGHT = 860, 480
 LEFT, TOP, BOTTOM = 70, 56, 64
@@ -41,11 +41,13 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         _text(LEFT, 28, title, 17),
         _text(LEFT, HEIGHT - 20, "minibatches", 13),
     ]
-    for step in range(6):
-        x, y = place((right * step / 5, low + (top - low) * step / 5))
+    for loss in round_ticks(low, top, (top - low) / 8):
+        _, y = place((0.0, loss))
         parts.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{end}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(_text(24, y + 4, f"{low + (top - low) * step / 5:.2f}", 12))
-        parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{right * step / 5:.0f}", 12))
+        parts.append(_text(24, y + 4, f"{loss:.2f}", 12))
+    for minibatch in round_ticks(0.0, right, right / 8):
+        x, _ = place((minibatch, low))
+        parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{minibatch:.0f}", 12))
     for number, (name, curve) in enumerate(curves.items()):
         colour = CURVES[number % len(CURVES)]
         line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)

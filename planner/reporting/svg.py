@@ -186,17 +186,28 @@ def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
 def _axis(first: float, last: float, bottom: float) -> Iterator[str]:
     """Draw vertical lines at round times, each with its time above."""
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    step = _round_step(_TICK / scale)
-    begin = math.ceil(first / step)
-    end = int(last / step)
-
-    for number in range(begin, end + 1):
-        x = LEFT + (number * step - first) * scale
+    for at in round_ticks(first, last, _TICK / scale):
+        x = LEFT + (at - first) * scale
         yield line((x, TOP - 6), (x, bottom), "#dddddd")
 
         has_room = x < WIDTH - 30
         if has_room:
-            yield text(x, TOP - 9, format_seconds(number * step), Font(11, "middle"))
+            yield text(x, TOP - 9, format_seconds(at), Font(11, "middle"))
+
+
+_ROUNDING = 1e-9
+
+
+def round_ticks(first: float, last: float, least_step: float) -> list[float]:
+    """Return the round numbers from `first` to `last`, as far apart as `least_step` at least.
+
+    They are multiples of 1, 2 or 5 times a power of ten.
+    """
+    step = _round_step(least_step)
+    # a quotient that is a whole number may come out a bit above or below it
+    begin = math.ceil(first / step - _ROUNDING)
+    end = math.floor(last / step + _ROUNDING)
+    return [number * step for number in range(begin, end + 1)]
 
 
 def _round_step(least: float) -> float:

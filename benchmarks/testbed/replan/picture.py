@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from planner.reporting.svg import CURVES, Font, box, document, line, text
+from planner.reporting.svg import CURVES, Font, box, document, line, round_ticks, text
 
 if TYPE_CHECKING:
     from benchmarks.testbed.replan.real import Row
@@ -64,8 +64,7 @@ def throughput_svg(rows: Iterable[Row], during_s: float) -> str:
         text(x0 + 6, TOP + 16, "one device is slower", Font(12)),
         text(WIDTH - RIGHT, HEIGHT - 10, "seconds", Font(12, "end")),
     ]
-    for step in range(5):
-        rate = top * step / 4
+    for rate in round_ticks(0.0, top, top / 6):
         _, y = place(first, rate)
         parts.append(line((LEFT, y), (WIDTH - RIGHT, y), "#dddddd"))
         parts.append(text(LEFT - 8, y + 4, f"{rate:.0f}", Font(12, "end")))

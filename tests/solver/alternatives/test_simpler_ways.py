@@ -40,7 +40,7 @@ def test_an_estimated_one_gives_way_to_data_parallelism_that_is_as_fast() -> Non
     assert plan.config == "4"
     (note,) = plan.notes
     assert note.startswith(
-        f"{measured.config} is estimated to be {gain:.1%} faster, which is less than such"
+        f"{measured.config} is estimated to be {gain:.1%} faster, which is within the error"
     )
     assert plan.estimated_faster == f"{measured.config} is estimated to be {gain:.1%} faster"
     first = plan_report(plan).splitlines()[0]
