@@ -213,8 +213,12 @@ def searching() -> Iterator[Progress]:
 
     def watch() -> None:
         pause_s = QUIET_S
+        before = ""
         while not done.wait(pause_s):
-            show(progress_text(progress))
+            text = progress_text(progress)
+            if line is not None or text != before:  # where lines stay, none is needed twice
+                show(text)
+            before = text
             pause_s = wait_s
 
     watcher = threading.Thread(target=watch, name="progress", daemon=True)

@@ -45,6 +45,27 @@ def test_progress_is_shown_while_the_search_runs(
     assert text.startswith("best so far 7-1")
 
 
+def test_a_line_that_stays_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # where stderr is a file, "no plan so far" was written every ten seconds
+    shown: list[str] = []
+    twice = threading.Event()
+
+    def text_of(progress: Progress) -> str:
+        shown.append(progress.step)
+        if len(shown) == 4:
+            twice.set()
+        return "no plan so far"
+
+    monkeypatch.setattr(output, "QUIET_S", 0.01)
+    monkeypatch.setattr(output, "SELDOM_S", 0.01)
+    monkeypatch.setattr(output, "progress_text", text_of)
+    with searching():
+        assert twice.wait(60)
+    assert capsys.readouterr().err == "no plan so far\n"
+
+
 @pytest.mark.parametrize("verb", ["solve", "explain", "compare", "report"])
 def test_verbs_that_solve_have_a_limit(verb: str) -> None:
     parser = build_parser()
