@@ -17,7 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -37,6 +38,7 @@ _CHARACTER, _LINE, _MARGIN = 7.25, 17, 14
 _BETWEEN_LINES_S, _BEFORE_ANSWER_S = 0.06, 1.2
 _GROUND, _INK, _MUTED = "#0d1117", "#e6edf3", "#8b949e"
 _STYLES = {"31": "fill:#ff7b72", "33": "fill:#e3b341", "1": "font-weight:bold"}
+_NAME = re.compile(r"\$ |[a-z]+(?: [a-z]+)?  +|[a-zA-Z]+: ")  # a prompt, "fits    ", or "note: "
 _STYLED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -133,13 +135,23 @@ def picture(session: str) -> str:
 def _timed_lines(session: str) -> Iterator[tuple[str, str, float]]:
     """Yield each line as text, as SVG, and when it appears."""
     at_s = 0.0
-    for line in session.rstrip().splitlines():
+    for line in _wrapped(session.rstrip().splitlines()):
         if line.startswith(PROMPT):
             yield line, f'<tspan fill="{_MUTED}">$</tspan> {escape(line[len(PROMPT) :])}', at_s
             at_s += _BEFORE_ANSWER_S
         else:
             yield line, _as_spans(coloured(line)), at_s
             at_s += _BETWEEN_LINES_S
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Wrap lines as a terminal of so many columns does, at words: a longer one would make all of
+    the picture small. The rest of a named value stands below the value.
+    """
+    for line in lines:
+        name = _NAME.match(line)
+        indent = " " * len(name[0]) if name else ""
+        yield from textwrap.wrap(line, COLUMNS, subsequent_indent=indent) or [""]
 
 
 def _as_spans(line: str) -> str:

@@ -88,6 +88,16 @@ def test_a_picture_has_the_colours_of_a_terminal_and_no_markup_of_the_answer() -
     assert '<tspan style="fill:#ff7b72">does not fit (1 GB too many)</tspan>' in drawn
 
 
+def test_long_lines_are_wrapped() -> None:
+    # a note of 210 characters made the text of the README's picture too small to read
+    note = "note: " + "word " * 60
+    drawn = recording.picture(f"$ plan fit\n{note}\nlimited by  {'link ' * 40}\n")
+    rows = re.findall(r">([^<>]*)</(?:text|tspan)>", drawn)
+    assert max(map(len, rows)) <= recording.COLUMNS
+    assert "      word word" in drawn  # below "note: "
+    assert drawn.count("word") == 60
+
+
 def test_sessions_stand_in_the_pages() -> None:
     assert write_pages.recording("solve-vgg").startswith("```text\n$ plan solve --profile ")
     first = recording.commands(
