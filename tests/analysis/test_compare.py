@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert parallel.speedup is None  # of something that cannot run
     table = comparison_report(comparison).splitlines()
     line = next(line for line in table if line.startswith("data parallel "))
-    assert "does not fit (44 B too many)" in line[:60]  # beside the name, where a phone shows it
+    assert "does not fit (44 B too much)" in line[:60]  # beside the name, where a phone shows it
     assert comparison.rows[0].over_memory_bytes == 0
 
 

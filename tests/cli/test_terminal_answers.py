@@ -51,8 +51,8 @@ def test_what_is_coloured_and_what_is_not() -> None:
     shown = coloured(text)
     assert "\x1b[33mgradients up to 2 updates stale\x1b[0m" in shown
     assert "\x1b[1mlimited by  stage 1\x1b[0m\n" in shown
-    assert "\x1b[31mdoes not fit (1 GB too many)\x1b[0m" in coloured(
-        "one GPU does not fit (1 GB too many)"
+    assert "\x1b[31mdoes not fit (1 GB too much)\x1b[0m" in coloured(
+        "one GPU does not fit (1 GB too much)"
     )
     assert coloured("plan  2-1") == "plan  2-1"
 

@@ -83,9 +83,9 @@ def test_continued_commands_are_one() -> None:
 
 
 def test_a_picture_has_the_colours_of_a_terminal_and_no_markup_of_the_answer() -> None:
-    drawn = recording.picture("$ plan fit <model>\nDP=8 does not fit (1 GB too many)\n")
+    drawn = recording.picture("$ plan fit <model>\nDP=8 does not fit (1 GB too much)\n")
     assert "&lt;model&gt;" in drawn
-    assert '<tspan style="fill:#ff7b72">does not fit (1 GB too many)</tspan>' in drawn
+    assert '<tspan style="fill:#ff7b72">does not fit (1 GB too much)</tspan>' in drawn
 
 
 def test_long_lines_are_wrapped() -> None:

@@ -463,7 +463,7 @@ def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
     the memory.
     """
     if over_memory_bytes:
-        return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
+        return f"does not fit ({format_bytes(over_memory_bytes)} too much)"
     if ratio is None:
         return ""
     return format_times(ratio)

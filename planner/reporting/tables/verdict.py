@@ -42,7 +42,7 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
     """
     over = max(map(plan.lacking_bytes, range(len(plan.stages))))
     if over:
-        return f"Does not fit: {format_bytes(over)} too many on the fullest GPU"
+        return f"Does not fit: {format_bytes(over)} too much on the fullest GPU"
     if len(plan.stages) == 1:
         return _without_pipeline(plan)
 

@@ -83,7 +83,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     return InfeasibleError(
         f"{message}: in the plan that needs least, {config}, "
         f"stage {worst} ({_layer_names(problem, plan.stages[worst])}) "
-        f"needs {format_bytes(needed_bytes)}, {format_bytes(over_bytes)} too many",
+        f"needs {format_bytes(needed_bytes)}, {format_bytes(over_bytes)} too much",
         hint="; so would ".join(changes),
         least_bytes=needed_bytes,
     )

@@ -93,8 +93,8 @@ def test_a_stage_for_each_gpu_is_a_usual_way(gpus: int, counts: list[int]) -> No
 def test_what_does_not_fit_is_no_measure() -> None:
     plan = with_table(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)))
     text = plan_report(plan)
-    assert "one GPU does not fit (100 MB too many)" in text
-    assert "data parallel on 4 GPUs does not fit (100 MB too many)" in text
+    assert "one GPU does not fit (100 MB too much)" in text
+    assert "data parallel on 4 GPUs does not fit (100 MB too much)" in text
     assert "as the fastest baseline that fits, " in text
     assert "x over data parallel" not in text
 

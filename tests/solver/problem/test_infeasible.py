@@ -77,7 +77,7 @@ def test_the_stage_and_the_bytes_are_named() -> None:
     model = profile(layer("small", weight_bytes=150), layer("large", weight_bytes=200), edges=[])
     with pytest.raises(InfeasibleError) as caught:
         solve(model, flat_cluster(1, 1.0, 500))
-    assert "stage 0 (layers 'small' to 'large') needs 700 B, 200 B too many" in caught.value.message
+    assert "stage 0 (layers 'small' to 'large') needs 700 B, 200 B too much" in caught.value.message
     assert (
         caught.value.hint
         == "the smallest memory that would do is `memory_bytes=700B`; so would `gpus=2`"
@@ -111,5 +111,5 @@ def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
     if calls < 2:  # whether any memory would do, and then twice the memory
         assert "the time limit passed before it was known what would" in error.hint
     else:
-        assert "needs 700 B, 200 B too many" in error.message
+        assert "needs 700 B, 200 B too much" in error.message
         assert "`memory_bytes=700B`" in error.hint

@@ -238,7 +238,7 @@ def test_memory_makes_chunks_recompute_and_then_ends() -> None:
     tight = solve(model, flat_cluster(4, 1e6, most // 2), schedule="interleaved", microbatches=8)
     assert any(stage.recompute for stage in tight.stages)
     assert max(tight.memory_bytes(stage) for stage in range(len(tight.stages))) <= most // 2
-    with pytest.raises(InfeasibleError, match="too many"):
+    with pytest.raises(InfeasibleError, match="too much"):
         solve(model, flat_cluster(4, 1e6, 3000), schedule="interleaved", microbatches=8)
 
 
