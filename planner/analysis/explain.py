@@ -235,8 +235,8 @@ def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
 def _worth_its_staleness(plan: Plan, given: GivenPlan, request: Request) -> Plan:
     """Return the plan, or the best without stale gradients, as `solve` chooses between the two.
 
-    Otherwise a slower cluster's plan, which was left out for its staleness, would seem to be what a
-    faster cluster gains.
+    Otherwise a pipeline that was left out for its staleness would seem to be what more bandwidth
+    gains.
     """
     if not plan.staleness or given.plan.staleness:
         return plan
