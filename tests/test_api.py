@@ -22,7 +22,7 @@ from torch import nn
 import planner
 from planner.cli.main import build_parser
 from planner.cli.solve import complaints
-from planner.errors import ClusterError, InputError, UnitError
+from planner.errors import ClusterError, InputError, PlanError, ProfileError, UnitError
 from planner.formats.profile import Device
 from planner.options.option import flag_of, options_in
 from tests.cli.in_process import plan as plan_verb
@@ -325,6 +325,14 @@ def test_print_is_the_table_and_a_notebook_shows_the_report(
     assert "limited by" in (planner.explain(profile, solved)._repr_html_() or "")
     assert planner.show(solved) == str(solved)
     assert "busiest" in str(planner.simulate(solved))
+
+
+def test_a_profile_that_is_not_there_is_made_by_profiling(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="no file") as missing:
+        planner.show(str(tmp_path / "profile.json"))
+    assert "plan profile" in missing.value.hint
+    with pytest.raises(PlanError, match="no file"):
+        planner.show(str(tmp_path / "other.json"))
 
 
 def test_records_write_themselves(

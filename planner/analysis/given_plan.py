@@ -119,7 +119,7 @@ class GivenPlan:
         """Prepare `plan`; raise PlanError if it was made from another profile."""
         if plan.profile_digest != profile.digest:
             raise PlanError(
-                f"the plan was made from another profile of '{plan.model}' than this one of "
+                f"the plan was made from another profile of '{plan.model}', not from this one of "
                 f"'{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )

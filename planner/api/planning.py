@@ -334,7 +334,9 @@ def show(
 
 def plan_or_profile(path: str | Path) -> Plan | Profile:
     """Read a file, which holds one or the other."""
-    if is_profile(Path(path)):
+    # of a file that is not there the name says which it would be, and so what makes it
+    missing_profile = not Path(path).exists() and "profile" in Path(path).name
+    if is_profile(Path(path)) or missing_profile:
         return load_profile(path)
     return load_plan(path)
 

@@ -276,9 +276,8 @@ def check_loss(plan: Plan, options: TrainingOptions) -> None:
     divided = (plan.schedule.divides and plan.microbatches > 1) or max(plan.replicas) > 1
     if plan.loss is None and divided and not accepted and os.environ.get("RANK", "0") == "0":
         _log.warning(
-            f"warning: what the loss of '{plan.model}' is a mean over is not known, so the parts "
-            f"of a minibatch count "
-            "by their samples; hint: `plan profile` finds it by running the model, which "
-            "estimates do not; with "
-            "labels that the loss ignores, define loss_weight(target)"
+            f"warning: it is not known what the loss of '{plan.model}' is a mean over, so "
+            f"microbatches are weighted by their samples; hint: `plan profile` finds out by "
+            f"running the model, which estimates do not; if the loss ignores labels, define "
+            f"loss_weight(target)"
         )

@@ -104,10 +104,7 @@ def test_a_loss_that_nobody_checked_is_worth_a_warning(
     check_loss(plan.model_copy(update={"loss": None, "microbatches": 1}), TrainingOptions())
     assert "is a mean over" not in caplog.text
     check_loss(plan.model_copy(update={"loss": None}), TrainingOptions())
-    assert (
-        "is a mean over is not known, so the parts of a minibatch count by their samples"
-        in caplog.text
-    )
+    assert "is a mean over, so microbatches are weighted by their samples" in caplog.text
 
 
 def test_sparse_gradients_are_not_averaged(tmp_path: Path) -> None:
