@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import planner
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import GivenPlan
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
@@ -115,7 +116,7 @@ def test_a_pipeline_that_is_not_worth_its_staleness_is_no_gain() -> None:
     and as what more memory does.
     """
     model = load_profile(PROFILES / "vgg16" / "cpu.json")
-    plan = solve(model, flat_cluster(2, 6.25e8, 16 * 10**9))
+    plan = planner.solve(model, flat_cluster(2, 6.25e8, 16 * 10**9))
     assert (plan.config, plan.staleness) == ("2", 0)
     assert any("the best pipeline under 1f1b, 1-1, is" in note for note in plan.notes)
     wider, _, roomier = explain(model, plan).what_if

@@ -105,7 +105,7 @@ def test_without_time_the_answer_says_so() -> None:
     assert not slow.complete
     line = links_line(plan.model_copy(update={"slow_links": slow}))
     assert line is not None
-    assert "the time ended before others were tried" in line
+    assert "the time limit ended the search before it tried others" in line
 
 
 def test_files_keep_it(tmp_path: object) -> None:
