@@ -131,8 +131,9 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
     profile = search.profile
     asked = search.best
     if asked.unknown:
-        # What part of the time did not suffice for is tried with the rest.
-        asked = _row_asked(request, profile, clock)
+        # What part of the time did not suffice for is tried with the rest, and with a few seconds
+        # where estimates took all of it.
+        asked = _row_asked(request, profile, clock.at_least(tuning.least_answer_s))
     took_s = time.monotonic() - began_s
 
     others, missed = _other_numbers(request, asked, profile, took_s)

@@ -186,6 +186,21 @@ def test_where_time_runs_out_it_does_not_say_that_nothing_fits(
     assert not answered(1).asked.unknown
 
 
+def test_where_estimates_took_all_of_the_time_a_few_seconds_are_left_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # llama-2-70b on a machine that did other work: "not known: the time limit passed"
+    def needs_a_second(request: Request) -> Plan:
+        if request.clock.left_s is not None and request.clock.left_s < 1:
+            raise PlannerError("the time limit passed before any plan was found")
+        return find_plan(request)
+
+    monkeypatch.setattr("planner.solver.solve.find_plan", needs_a_second)
+    answer = fit(asked(1, time_limit_s=0.0))[0]
+    assert answer.asked.why_not
+    assert not answer.asked.unknown
+
+
 def test_where_nothing_else_was_tried_it_says_so() -> None:
     text = fit_report(
         Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=())

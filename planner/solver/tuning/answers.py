@@ -88,6 +88,10 @@ class FitTuning:
     # where long sequences do not fit whole, every other answer is far from it.
     least_divided_s: float = 5.0
 
+    # Seconds for the number of GPUs that was asked about, even where no time is left: estimates of
+    # a large model may take all of it on a busy machine, and then there would be no answer.
+    least_answer_s: float = 5.0
+
     # Sizes of microbatches for which plans are sought.
     most_sizes: int = 2
 
