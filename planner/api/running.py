@@ -223,6 +223,9 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         experts=_expert_degrees(options, servers),
     )
     request = _fit_request(file, how, servers, options, clock)
+    if options.time_limit_s is not None and not clock.stop.is_set():
+        clock = clock.at_least(STANDARD.fit.least_search_share * options.time_limit_s)
+        request = request.with_clock(clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
     searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
     asked = request.with_clock(searching)

@@ -16,7 +16,7 @@ stand for the others. They end with one that is equal to the last but one, whose
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
