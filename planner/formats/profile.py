@@ -569,6 +569,11 @@ class Profile(Shown, GrownRecord):
         ).hexdigest()
 
 
+def has_experts(op: str) -> bool:
+    """Return whether a kind of layer has experts, as captured, or as a module that is one layer."""
+    return "grouped_mm" in op or op.endswith("Experts")
+
+
 def load_profile(path: Path | str) -> Profile:
     """Read `profile.json`; raise ProfileError naming the file, the field and the value that is
     wrong.
