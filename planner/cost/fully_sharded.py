@@ -12,10 +12,11 @@ of weights, G of gradients, O of the optimizer's state (Rajbhandari et al. 2020,
                                   backward
 
 A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each
-(section 7). PyTorch's `fully_shard` divides the model into units, here its blocks and what
-recomputes together. A GPU holds besides the gradients of the unit that runs, twice, and at level 3
-the weights of two units: one runs, the next is on its way. At level 2 its part of the weights is
-not one with the gathered ones. Weights that several units use stay as long as the whole model runs.
+(section 7). PyTorch's `fully_shard` divides the model into units, here its blocks, with their
+experts apart, and what recomputes together. A GPU holds besides the gradients of the unit that
+runs, twice, and at level 3 the weights of two units: one runs, the next is on its way. At level 2
+its part of the weights is not one with the gathered ones. Weights that several units use stay as
+long as the whole model runs.
 
 Groups of g replicas may divide what there is, and repeat each other (HSDP:
 `planner.stages.sharding`). Then g takes the place of r above, over the links inside a group, and
@@ -49,7 +50,7 @@ from planner.cost.weight_copies import buckets_in
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan_parts import StageMemory
-from planner.plan.blocks import units_of_stage
+from planner.plan.blocks import sharded_units
 from planner.plan.rank_groups import groups_of
 from planner.plan.shared_weights import shared_weights, trained_parameters
 
@@ -223,7 +224,7 @@ def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     profile = layer_costs.profile
     names = [layer.name for layer in profile.layers]
     groups = [[names[layer] for layer in sorted(group)] for group in stage.options.recompute]
-    units = units_of_stage(names, groups)
+    units = sharded_units(names, groups)
     # A weight is counted in the first layer that has it.
     shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}
 

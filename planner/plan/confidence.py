@@ -135,7 +135,7 @@ def _judged_as(device: Device) -> str:
 
 def interval_of_kind(kind: Kind) -> Interval:
     """Return the interval of a kind, or of the narrowest kind around it that was judged."""
-    judged = _judged()
+    judged = judged_intervals()
     if kind.stack is None:
         return next(judged[each] for each in kind.wider() if each in judged)
 
@@ -148,7 +148,8 @@ def interval_of_kind(kind: Kind) -> Interval:
 
 
 @cache
-def _judged() -> dict[Kind, Interval]:
+def judged_intervals() -> dict[Kind, Interval]:
+    """Return the table of intervals, which is read once."""
     table = json.loads(_TABLE.read_text(encoding="utf-8"))
     return {
         Kind(**{name: row[name] for name in _OF_KINDS}): Interval(row["least"], row["most"])
