@@ -191,9 +191,9 @@ def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int 
     experts.
     """
     shared = likely * profiles.ranks
-    has_experts = any(has_experts(layer.op) for layer in profiles.at(likely).layers)
+    is_mixture = any(has_experts(layer.op) for layer in profiles.at(likely).layers)
     divides = (options.minibatch or 1) % shared == 0
-    if has_experts and divides and shared > likely and len(profiles.sizes) > 1:
+    if is_mixture and divides and shared > likely and len(profiles.sizes) > 1:
         return shared
     return None
 
