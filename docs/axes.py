@@ -30,7 +30,7 @@ STAGE_OPTIONS = (
     Axis("experts sharded over servers", "`plan fit`", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("ZeRO-1", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("ZeRO-2, ZeRO-3 (FSDP), HSDP", "single stage", "yes", "yes", "torchtitan", "single stage"),
-    Axis("FSDP with tensor parallelism", "no", "no", "no", "no", "no"),
+    Axis("FSDP of divided layers (2-D)", "estimates", "yes", "yes", "torchtitan", "no"),
     Axis("recomputation, by layers", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("offload of activations or states", "no", "no", "no", "no", "no"),

@@ -80,9 +80,11 @@ class Parts:
         rest.
         """
         kept = min(layer.saved_bytes, self.boundary_bytes)
+        backward_s = layer.backward_s + share * layer.forward_s
         return layer.model_copy(
             update={
-                "backward_s": layer.backward_s + share * layer.forward_s,
+                "backward_s": backward_s,
+                "weight_share": layer.backward_weight_s / backward_s,
                 "saved_bytes": round(share * kept + (1 - share) * layer.saved_bytes),
                 "workspace_bytes": layer.workspace_bytes
                 + round(share * (layer.saved_bytes - kept)),
@@ -135,7 +137,14 @@ def summed(name: str, layers: Sequence[Layer]) -> Layer:
         for field in ("saved_bytes", "gradient_bytes", "workspace_bytes")
     )
     working, _ = working_bytes(saved, gradients, workspaces)
-    return Layer(name=name, op=name, workspace_bytes=max(0, int(working[-1])), **sums)
+    weights_s = sum(layer.backward_weight_s for layer in layers)
+    return Layer(
+        name=name,
+        op=name,
+        workspace_bytes=max(0, int(working[-1])),
+        weight_share=min(1.0, weights_s / sums["backward_s"]),
+        **sums,
+    )
 
 
 def transformer(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_truth.intervals             # judged_rows.csv
                                                          # -> planner/plan/judged_errors.json
     python -m benchmarks.gpu_truth.intervals --measure   # predicts all rows again first
+    python -m benchmarks.gpu_truth.intervals --measure recipes      # those of some sets alone
 
 An interval is the shortest that holds 80% of a set's rows, and of the one that comes next: 0.8 of
 n + 1 (Vovk et al., Algorithmic Learning in a Random World, 2005). A kind that several sets belong
@@ -18,7 +19,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -34,16 +35,27 @@ from benchmarks.gpu_truth import (
     mist,
     nanotron,
     primus,
+    recipes,
     vocab_parallel,
     vtrain,
 )
 from benchmarks.gpu_truth.rows import Row
-from planner.plan.confidence import Interval, Kind, Links, Network, interval_of_kind
+from planner.formats.names import StackName
+from planner.plan.confidence import (
+    Interval,
+    Kind,
+    Links,
+    Network,
+    interval_of_kind,
+    judged_intervals,
+)
+from planner.profiler.estimated.stacks import find_stack
 
 ROWS = Path(__file__).with_name("judged_rows.csv")
 TABLE = Path(__file__).parents[2] / "planner" / "plan" / "judged_errors.json"
 SHARE = 0.8  # of a set's rows that its interval holds
 LEAST_ROWS = 5
+NANOTRON = "nanotron"
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,14 @@ class JudgedSet:
         links: whether their links between servers were measured.
         per_server: GPUs of a server.
         between: what joins several servers.
+        stack: whose kernels were estimated; None for those of the program that ran.
     """
 
     rows: Callable[[], Iterator[Row]]
     links: Links
     per_server: int
     between: Network
+    stack: StackName | None = None
 
     def network(self, gpus: int) -> Network:
         """Return what joins so many GPUs."""
@@ -78,6 +92,7 @@ _SETS: Mapping[str, JudgedSet] = {
     "bigscience by data sheet": JudgedSet(bigscience.rows_by_data_sheet, "data sheet", 8, "fast"),
     "vocab-parallel": JudgedSet(vocab_parallel.rows_by_estimate, "data sheet", 8, "fast"),
     "primus": JudgedSet(primus.rows, "data sheet", 8, "fast"),
+    "recipes": JudgedSet(recipes.rows, "data sheet", 8, "fast", "megatron"),
 }
 
 
@@ -93,6 +108,7 @@ class Judged:
     replicated: bool
     measured_s: float
     predicted_s: float
+    stack: StackName | None = None
 
     @property
     def speed(self) -> float:
@@ -102,7 +118,7 @@ class Judged:
     @property
     def kind(self) -> Kind:
         """What was estimated."""
-        return Kind(self.gpu, self.links, self.network, self.divided, self.replicated)
+        return Kind(self.gpu, self.links, self.network, self.divided, self.replicated, self.stack)
 
 
 def interval(speeds: Sequence[float], share: float = SHARE) -> tuple[float, float]:
@@ -156,6 +172,7 @@ def read() -> list[Judged]:
                 record["replicated"] == "True",
                 float(record["measured_s"]),
                 float(record["predicted_s"]),
+                _stack(record["stack"]),
             )
             for record in csv.DictReader(file)
         ]
@@ -166,10 +183,14 @@ def _network(text: str) -> Network:
     return next(each for each in known if each == text)
 
 
-def measure() -> Iterator[Judged]:
-    """Predict all rows of the sets."""
-    for judged in _SETS.values():
-        for row in judged.rows():
+def _stack(text: str) -> StackName | None:
+    return find_stack(text).name if text else None
+
+
+def measure(names: Collection[str]) -> Iterator[Judged]:
+    """Predict all rows of these sets."""
+    for name, judged in _SETS.items():
+        for row in judged.rows() if name in names else ():
             found = row.now()
             if found.predicted is None or found.spec is None:
                 continue
@@ -182,8 +203,10 @@ def measure() -> Iterator[Judged]:
                 is_replicated(found.plan),
                 found.measured_s,
                 round(found.predicted.seconds, 5),
+                judged.stack,
             )
-    yield from _of_nanotron()
+    if NANOTRON in names:
+        yield from _of_nanotron()
 
 
 def _of_nanotron() -> Iterator[Judged]:
@@ -191,7 +214,7 @@ def _of_nanotron() -> Iterator[Judged]:
     for each in nanotron.judge(nanotron.H100, runs, nanotron.EAGER):
         run = each.run
         yield Judged(
-            "nanotron",
+            NANOTRON,
             nanotron.H100.name,
             "known",
             "one server" if run.gpus <= nanotron.PER_SERVER else "fast",
@@ -204,7 +227,7 @@ def _of_nanotron() -> Iterator[Judged]:
 
 def _gpus(job: str) -> int:
     """Return the GPUs that the words of a job name; one server's where they name none."""
-    found = re.search(r"\b(\d+) (?:GPUs|T4|L4|A10G|A100|H100|MI300X)", job)
+    found = re.search(r"\b(\d+) (?:GPUs|T4|L4|A10G|A100|H100|G?B200|MI300X)", job, re.I)
     return 1 if found is None else int(found[1])
 
 
@@ -265,13 +288,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measure", action="store_true", help="predict all rows again first")
-    if parser.parse_args().measure:
-        write(list(measure()))
+    every = [*_SETS, NANOTRON]
+    parser.add_argument(
+        "--measure",
+        nargs="*",
+        choices=every,
+        metavar="SET",
+        help="predict the rows of these sets again first, or all",
+    )
+    wanted = parser.parse_args().measure
+    if wanted is not None:
+        again = list(measure(wanted or every))
+        sources = {row.source for row in again}
+        write([*(row for row in read() if row.source not in sources), *again])
     rows = read()
     kinds = table_of(rows)
     made = {"made_by": "python -m benchmarks.gpu_truth.intervals", "share": SHARE, "kinds": kinds}
     TABLE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    judged_intervals.cache_clear()  # the table before was read where rows were priced
     print(sets_table(rows))
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.cost.work import WEIGHT_SHARE
+from planner.formats.profile import UNKNOWN_WEIGHT_SHARE
 from planner.model.capture.graph import LayerGraph
 from planner.model.tensor.division import DividedWeights
 from planner.model.tensor.group import TensorGroup
@@ -203,7 +203,7 @@ class _OfInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None]:
         layer: EmulatedLayer = ctx.layer
-        DEVICE.compute((1 - WEIGHT_SHARE) * layer.block.backward_s)
+        DEVICE.compute((1 - UNKNOWN_WEIGHT_SHARE) * layer.block.backward_s)
         layer.reduce(False)
         return layer.buffer(*ctx.shape), None
 
@@ -213,7 +213,7 @@ class _OfWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _weight: Tensor, layer: EmulatedLayer, after_input: bool) -> Tensor:
-        ctx.layer, ctx.share = layer, WEIGHT_SHARE if after_input else 1.0
+        ctx.layer, ctx.share = layer, UNKNOWN_WEIGHT_SHARE if after_input else 1.0
         return torch.zeros(1)
 
     @staticmethod

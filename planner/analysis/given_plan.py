@@ -34,7 +34,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.request import Request, options_of
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import why_whole
-from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 
 
@@ -73,8 +72,7 @@ def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     if not any(stage.options.shards_gradients for stage in stages):
         return
     replicas = [stage.replicas for stage in stages]
-    degrees = degrees_of(stage.options for stage in stages)
-    obstacle = why_whole(problem.schedule, problem.microbatches, replicas, degrees)
+    obstacle = why_whole(problem.schedule, problem.microbatches, replicas)
     if obstacle is not None:
         why, hint = obstacle
         raise InputError(why, hint=hint)
@@ -86,7 +84,7 @@ def _check_groups(cluster: Cluster, options: StageOptions) -> None:
     if not options.repeats_shards:
         return
     try:
-        groups_of(cluster, options.shards)
+        groups_of(cluster, options.shards * options.ranks_per_replica)
     except ClusterError as error:
         raise InputError(
             f"replicas cannot shard gradients or weights in {counted(options.copies, 'group')}: "

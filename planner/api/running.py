@@ -223,6 +223,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         experts=_expert_degrees(options, servers),
     )
     request = _fit_request(file, how, servers, options, clock)
+    clock = _with_time_to_search(clock, options)
+    request = request.with_clock(clock)
     sooner = leaving_time(request.about(request.profiles.smallest, clock))
     searching = sooner.clock if trained is None else sooner.clock.part(SEARCHING)
     asked = request.with_clock(searching)
@@ -253,6 +255,21 @@ def _clock_of(options: FitOptions) -> Clock:
     if limit_s is not None:
         limit_s *= 1 - tuning.ending_share
     return Clock.of(limit_s, options.progress, computing_share=tuning.computing_share)
+
+
+def _with_time_to_search(clock: Clock, options: FitOptions) -> Clock:
+    """Return the clock, with time for a search where reading and estimating the model left too
+    little: so much processor time, and a few times that on a machine with other work.
+    """
+    left_s = clock.left_s
+    limit_s = options.time_limit_s
+    if left_s is None or limit_s is None or clock.stop.is_set():
+        return clock
+    least_s = STANDARD.fit.least_search_share * limit_s
+    if left_s >= least_s:
+        return clock
+    slower = STANDARD.clock.max_wall_per_cpu_second
+    return Clock.of(slower * least_s, options.progress, computing_share=1 / slower)
 
 
 def _beside_trainer(answer: Fit, request: FitRequest, given: GivenRun) -> Fit:

@@ -246,11 +246,11 @@ def as_priced(run: Configuration, gpus: int) -> tuple[Configuration, tuple[str, 
     replicas = run.replicas(gpus)
     microbatches = run.global_batch // run.micro_batch
     stages = [replicas] * run.pipeline
-    if why_whole(run.schedule, microbatches, stages, [run.tensor] * run.pipeline) is None:
+    if why_whole(run.schedule, microbatches, stages) is None:
         return run, ()
     return replace(run, sharding=run.sharding.of_optimizer_alone()._replace(group=0)), (
         f"the run shards {run.sharding.words} over {replicas} replicas "
-        f"together with stages or tensor parallelism, and its price here is of a sharded "
+        f"together with stages, and its price here is of a sharded "
         f"optimizer's state alone: it sends more and needs less memory",
     )
 

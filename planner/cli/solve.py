@@ -11,6 +11,7 @@ from pathlib import Path
 import planner
 from planner.cli import arguments, measured, output
 from planner.errors import ClusterError, InfeasibleError, PlannerError
+from planner.formats.plan import Plan
 from planner.options.kinds import checked_counts
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
@@ -257,11 +258,18 @@ def fit(args: argparse.Namespace) -> int:
     plan = answer.asked.plan
     if plan.divides_sequences:  # which the executor does not
         steps += EXPORT
-    # nor has it frozen weights of few bits, or products in 8
-    elif plan.base_bits is None and plan.products is None and not plan.experts_across:
+    elif _is_trained_here(plan):
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
     output.print_progress("\n" + steps)
     return 0
+
+
+def _is_trained_here(plan: Plan) -> bool:
+    """Return whether the executor has what a plan is priced with: it has no frozen weights of few
+    bits, no products in 8, no experts across servers, and no sharded parts of divided layers.
+    """
+    in_few_bits = plan.base_bits is not None or plan.products is not None
+    return not (in_few_bits or plan.experts_across or plan.shards_divided_layers)
 
 
 def price(args: argparse.Namespace) -> int:

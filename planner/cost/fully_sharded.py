@@ -12,15 +12,22 @@ of weights, G of gradients, O of the optimizer's state (Rajbhandari et al. 2020,
                                   backward
 
 A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each
-(section 7). PyTorch's `fully_shard` divides the model into units, here its blocks and what
-recomputes together. A GPU holds besides the gradients of the unit that runs, twice, and at level 3
-the weights of two units: one runs, the next is on its way. At level 2 its part of the weights is
-not one with the gathered ones. Weights that several units use stay as long as the whole model runs.
+(section 7). PyTorch's `fully_shard` divides the model into units, here its blocks, with their
+experts apart, and what recomputes together. A GPU holds besides the gradients of the unit that
+runs, twice, and at level 3 the weights of two units: one runs, the next is on its way. At level 2
+its part of the weights is not one with the gathered ones. Weights that several units use stay as
+long as the whole model runs.
 
 Groups of g replicas may divide what there is, and repeat each other (HSDP:
 `planner.stages.sharding`). Then g takes the place of r above, over the links inside a group, and
 between two updates the r/g replicas that have the same part of the gradients all-reduce it once.
 All g parts do so at once, over the links that GPUs of a server share.
+
+A replica may be a group of t ranks that divide every layer (2-D). Each of them gathers and scatters
+its own part of the layers with the ranks that have the same part in other replicas: t times less,
+over the links that the ranks of a server share. So it is priced on the cluster of groups
+(`planner.cost.tensor`), with W, G and O those of a rank. Where the ranks divide experts alone, what
+all of them have alike is gathered as if each gathered it from its own replicas.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the
 last of the gradients, and for the weights after an update. On CPUs nothing overlaps, for
@@ -43,7 +50,7 @@ from planner.cost.weight_copies import buckets_in
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan_parts import StageMemory
-from planner.plan.blocks import units_of_stage
+from planner.plan.blocks import sharded_units
 from planner.plan.rank_groups import groups_of
 from planner.plan.shared_weights import shared_weights, trained_parameters
 
@@ -62,6 +69,7 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not
     fill the cluster's.
     """
+    layer_costs, stage, setting = _of_groups(layer_costs, stage, setting)
     work = layer_costs.work(stage)
     cluster = setting.cluster
     shards = stage.options.shards
@@ -113,6 +121,21 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     )
 
 
+def _of_groups(
+    layer_costs: LayerCosts, stage: Candidate, setting: Setting
+) -> tuple[LayerCosts, Candidate, Setting]:
+    """Return a stage whose replicas are groups of ranks as one of the cluster of groups."""
+    degree = stage.options.ranks_per_replica
+    if degree == 1:
+        return layer_costs, stage, setting
+    ranks = tuple(rank // degree for rank in stage.ranks[::degree])
+    return (
+        layer_costs.at_degree(degree),
+        replace(stage, options=replace(stage.options, tensor=1), ranks=ranks),
+        replace(setting, cluster=groups_of(setting.cluster, degree)),
+    )
+
+
 def _half_rings_s(sizes_bytes: Iterable[float], shards: int, link: Link) -> float:
     """Return the seconds of gathers or scatters: each takes half of an all-reduce."""
     return sum(float(ring_all_reduce_s(each, shards, link)) / 2 for each in sizes_bytes)
@@ -144,6 +167,7 @@ def fully_sharded(
     layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price
 ) -> Price:
     """Return the price of a stage of level 2 or 3, given that of the same stage of level 1."""
+    layer_costs, stage, setting = _of_groups(layer_costs, stage, setting)
     times = sharded_times(layer_costs, stage, setting)
     work = layer_costs.work(stage)
     options = stage.options
@@ -200,7 +224,7 @@ def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     profile = layer_costs.profile
     names = [layer.name for layer in profile.layers]
     groups = [[names[layer] for layer in sorted(group)] for group in stage.options.recompute]
-    units = units_of_stage(names, groups)
+    units = sharded_units(names, groups)
     # A weight is counted in the first layer that has it.
     shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}
 

@@ -185,6 +185,7 @@ class LayerCosts(PassedValues):
             backward_s=self._sum("backward_s", layers),
             update_s=self._sum("update_s", layers),
             accumulate_s=self._sum("accumulate_s", layers),
+            backward_weight_s=self._sum("backward_weight_s", layers),
             trainable_bytes=self._sum("gradient_bytes", layers),
             received_bytes=in_bytes + out_back_bytes,
             sent_bytes=out_bytes + in_back_bytes,

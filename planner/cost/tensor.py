@@ -89,12 +89,26 @@ def profile_at(
         update_s=tuple(update_s.tolist()),
     )
     layers = reduced.applied_to(profile.layers)
+    layers = [
+        _with_inputs_alone_longer(layer, computed_s)
+        for layer, computed_s in zip(layers, costs.backward_s, strict=True)
+    ]
 
     if costs.context:
         layers = [_with_outputs_of_one_rank(layer, costs.context) for layer in layers]
     elif sequence_parallel or costs.by_samples:
         layers = [_with_outputs_of_one_rank(layer, degree) for layer in layers]
     return replace(profile, layers=tuple(layers), tensor=None)
+
+
+def _with_inputs_alone_longer(layer: Layer, computed_s: float) -> Layer:
+    """Return a layer whose backward exchanges activations beside so many seconds of computation:
+    the gradients of its weights take no longer for that.
+    """
+    if layer.backward_s <= computed_s:
+        return layer
+    computed = replace(layer, backward_s=computed_s)
+    return replace(layer, weight_share=computed.backward_weight_s / layer.backward_s)
 
 
 def _with_alike_summed(costs: DegreeCosts, alike_bytes: Sequence[int], link: Link) -> DegreeCosts:

@@ -16,10 +16,6 @@ from planner.formats.files import replace
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Share of a backward that computes the weights' gradients. Profiles do not record it. For layers
-# that are matrix products both parts are one product each; measured on Transformer layers on a CPU:
-# 46 to 47%.
-WEIGHT_SHARE = 0.5
 IMPOSSIBLE = 2**40  # stands for the replicas of a stage that is too slow with any number of them
 
 
@@ -42,6 +38,8 @@ class Work:
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Gradient accumulation, per backward: for every microbatch of a minibatch but the first.
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
+    # Of the backward, for the gradients of weights, which some schedules compute later.
+    backward_weight_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Whether the replicas divide the update, which is that of all of the stage's weights here.
     sharded: NDArray[np.bool_] = field(default_factory=lambda: np.asarray(False))
     # 1 for earlier stages, and 1 for later ones

@@ -254,6 +254,11 @@ class Plan(DividedSequences, Shown, GrownRecord):
         return any_divided(self.stages)
 
     @property
+    def shards_divided_layers(self) -> bool:
+        """Whether replicas that are groups of ranks divide gradients or weights (2-D)."""
+        return self.divides_layers and self.stages[0].shards_gradients
+
+    @property
     def divides_alike(self) -> bool:
         """Whether the replicas of all stages have equally many ranks."""
         return one_degree(self.stages) is not None
@@ -298,7 +303,7 @@ def _check_schedule(plan: Plan) -> None:
             f"{microbatches}"
         )
     if any(stage.shards_gradients for stage in plan.stages):
-        whole = why_whole(schedule, microbatches, plan.replicas, plan.degrees)
+        whole = why_whole(schedule, microbatches, plan.replicas)
         if whole:
             raise ValueError(whole[0])
 

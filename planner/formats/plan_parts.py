@@ -165,6 +165,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
     update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
     # gradient accumulation, in every backward of a minibatch except the first
     accumulate_s: Seconds = 0.0
+    # Of `backward_s`, for the gradients of weights, under schedules that may compute them later;
+    # None: half of it.
+    weights_s: Seconds | None = None
     # from the start of a backward until each part of the gradients is complete
     ready_s: tuple[Seconds, ...] = ()
     # of their bytes in each part; equal ones if empty
@@ -187,7 +190,7 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
             "forward_shares",
             "backward_shares",
         }
-        | {"exchanged", "shard_group"}
+        | {"exchanged", "shard_group", "weights_s"}
     )
 
     @property

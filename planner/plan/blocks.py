@@ -12,6 +12,7 @@ from planner.formats.profile import Layer, Profile
 
 # "model.layers.3.mlp.up_proj" belongs to "model.layers.3": the outermost element of a list of
 # modules.
+_EXPERTS = re.compile(r"(^|\.)experts(\.|_\d|$)")
 BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
@@ -35,6 +36,24 @@ def units_of_stage(
     }
     block_of |= {name: tuple(group) for group in recompute for name in group}
     return [tuple(unit) for _, unit in groupby(layers, key=block_of.__getitem__)]
+
+
+def sharded_units(
+    layers: Sequence[str], recompute: Iterable[Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """Divide a stage's layers, by name, into the units whose weights `fully_shard` gathers at once:
+    those of `units_of_stage`, but a block's experts, with what follows them in it, are a unit of
+    their own. They have most of its weights, and so less is gathered at a time.
+    """
+    again = {tuple(group) for group in recompute}
+    units = []
+    for unit in units_of_stage(layers, again):
+        first = next((place for place, name in enumerate(unit) if _EXPERTS.search(name)), 0)
+        if unit in again or first == 0:
+            units.append(unit)
+        else:
+            units += [unit[:first], unit[first:]]
+    return units
 
 
 def _blocks(layers: Sequence[str]) -> list[range]:

@@ -41,8 +41,8 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
 
 
 def check_base(plan: Plan) -> None:
-    """Raise PlanError for a plan with weights or products in fewer bits than the executor's, or
-    with experts across servers.
+    """Raise PlanError for a plan with weights or products in fewer bits than the executor's, with
+    experts across servers, or with sharded gradients of divided layers.
     """
     if plan.experts_across:
         raise PlanError(
@@ -50,6 +50,14 @@ def check_base(plan: Plan) -> None:
             f"gradients once per update and shard their optimizer's state: planned and priced, "
             f"not trained by this package yet",
             hint="make a plan with `tensor=1`; or train with Megatron, which has such groups",
+        )
+    if plan.shards_divided_layers:
+        raise PlanError(
+            f"the plan's replicas shard gradients or weights of layers that groups of "
+            f"{plan.ranks_per_replica} ranks divide, and the executor does one of both: planned "
+            f"and priced, not trained by this package yet",
+            hint="make a plan with `tensor=1`; or train with torchtitan, where the plan says how "
+            "fast that may be and what fits",
         )
     if plan.products is not None:
         raise PlanError(

@@ -42,6 +42,7 @@ class LayerMeasurement:
     saved_bytes: int  # from forward to backward
     workspace_bytes: int  # uncompiled
     flops: tuple[int, int]  # model FLOPs of forward and backward
+    weight_share: float | None = None  # of the backward, for gradients of weights, where known
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _layers(
             buffer_bytes=sum(tensors[name].nbytes for name in others),
             saved_bytes=costs.saved_bytes,
             workspace_bytes=costs.workspace_bytes,
+            weight_share=costs.weight_share,
             forward_flops=costs.flops[0],
             backward_flops=costs.flops[1],
             parameters=layer.parameters,

@@ -9,11 +9,10 @@ from operator import mul
 
 from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
-from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan_parts import Exchanged, Shared, Transfer
-from planner.formats.profile import Shares
+from planner.formats.profile import UNKNOWN_WEIGHT_SHARE, Shares
 from planner.plan.lengths import Terms
 from planner.schedule.instructions import Unit
 from planner.schedule.schedule import PipelineShape
@@ -31,6 +30,8 @@ class StageCosts:
     recompute_s: float = 0.0  # the forward that is run once more before each backward
     # more of a backward, or its part for the weights, that adds to existing gradients
     accumulate_s: float = 0.0
+    # of `backward_s`, for the gradients of weights; None for half of it
+    weights_s: float | None = None
     # From the start of a backward that does not accumulate until each part of the gradients can be
     # all-reduced, as in `planner.cost.network.link`, with `late_s`; empty for parts that are evenly
     # spaced over the backward.
@@ -76,7 +77,10 @@ class StageCosts:
 
     @property
     def backward_weight_s(self) -> float:
-        return WEIGHT_SHARE * self.backward_s
+        """Seconds of the backward for the gradients of weights, which may come later."""
+        if self.weights_s is None:
+            return UNKNOWN_WEIGHT_SHARE * self.backward_s
+        return self.weights_s
 
     @property
     def compute_s(self) -> float:
@@ -116,8 +120,12 @@ class PipelineCosts:
         seconds = {
             name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")
         }
+        backward = self.factor(costs.backward_shares, unit)
         return replace(
-            costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds
+            costs,
+            backward_s=costs.backward_s * backward,
+            weights_s=costs.backward_weight_s * backward,
+            **seconds,
         )
 
     def with_depths(self, depths: tuple[int, ...]) -> "PipelineCosts":

@@ -219,6 +219,7 @@ def _stage_costs(stage: Stage, received_bytes: int) -> StageCosts:
         update_s=stage.update_s,
         recompute_s=stage.again_s,
         accumulate_s=stage.accumulate_s,
+        weights_s=stage.weights_s,
         ready_s=stage.ready_s,
         ready_shares=stage.ready_shares,
         late_s=stage.late_s,

@@ -134,6 +134,7 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             backward_s=costs.backward_s,
             update_s=costs.update_s,
             accumulate_s=costs.accumulate_s,
+            weights_s=costs.weights_s,
             ready_s=costs.ready_s,
             ready_shares=costs.ready_shares,
             forward_shares=costs.forward_shares,

@@ -191,13 +191,15 @@ def why_no_group(sharding: Sharding, replicas: int) -> str | None:
 
 
 def why_whole(
-    schedule: Schedule, microbatches: int, replicas: Sequence[int], degrees: Sequence[int]
+    schedule: Schedule, microbatches: int, replicas: Sequence[int]
 ) -> tuple[str, str] | None:
     """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if
     they can.
+
+    Each replica may be a group of ranks that divide its layers.
     """
     problem = None
-    if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
+    if len(replicas) > 1 or replicas[0] == 1:
         problem = (
             "only replicas of the whole model shard gradients or weights",
             "give one stage of several replicas",

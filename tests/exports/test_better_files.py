@@ -74,8 +74,7 @@ def test_what_the_price_leaves_out_is_named_beside_the_file() -> None:
     report = trainer_run_report(asked("torchtitan", SLOW["torchtitan"]))
     left_out = "parallelism.enable_async_tensor_parallel: true"
     assert f"{left_out}: not understood, so this is the price of a run without" in report
-    # Weights that are sharded beside ranks that divide layers have no price of their own.
-    assert "shards the optimizer's state, gradients and weights over 2 replicas" in report
+    assert "as given    DP=2 TP=4, ZeRO-3" in report
     assert "these keys for torchtitan, others as they are:\n\n[training]\n" in report
 
 

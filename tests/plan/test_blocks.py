@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.formats.profile import Layer, Profile, load_profile
-from planner.plan.blocks import block_ends, repeated_blocks
+from planner.plan.blocks import block_ends, repeated_blocks, sharded_units
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -82,3 +82,24 @@ def test_other_models_have_no_blocks(model: Profile) -> None:
 )
 def test_measured_models(name: str, count: int) -> None:
     assert len(repeated_blocks(load_profile(PROFILES / name / "cpu.json"))) == count
+
+
+def test_experts_are_a_sharded_unit_of_their_own() -> None:
+    """With what follows them in their block; not where their block recomputes, nor those that are
+    shared by all tokens.
+    """
+    layers = [
+        "embed",
+        "h.0.norm",
+        "h.0.mlp.shared_experts.up",
+        "h.0.mlp.experts",
+        "h.0.add",
+        "h.1.norm",
+        "h.1.mlp.experts.0.up",
+        "h.1.mlp.experts.1.up",
+        "head",
+    ]
+    again = tuple(layers[5:])
+    first = [tuple(layers[:3]), tuple(layers[3:5])]
+    assert sharded_units(layers, ()) == [*first, (layers[5],), tuple(layers[6:])]
+    assert sharded_units(layers, [again]) == [*first, again]

@@ -9,6 +9,7 @@ import pytest
 
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import profile_of_kinds
+from planner.formats.files import replace
 from planner.formats.profile import Device
 from planner.plan import confidence
 from planner.plan.confidence import (
@@ -83,6 +84,34 @@ def test_kernels_that_nobody_measured_have_the_interval_of_all_gpus() -> None:
     assert near is not None
     assert far == interval_of_kind(ALL)
     assert far.most - far.least > near.most - near.least
+
+
+def test_a_stack_that_nobody_judged_has_the_widest_interval_around() -> None:
+    """The runs of this GPU with other kernels, and those of other GPUs with a stack."""
+    kind = Kind(DEVICES["a100-80gb"].name, "known", "fast", divided=True, replicated=True)
+    with_stack = interval_of_kind(replace(kind, stack="compiled"))
+    own = interval_of_kind(kind)
+    of_stacks = [row for row in TABLE["kinds"] if row["stack"] and not row["gpu"]]
+    assert with_stack.least == min(own.least, *(row["least"] for row in of_stacks))
+    assert with_stack.most == max(own.most, *(row["most"] for row in of_stacks))
+    assert interval_of_kind(Kind("", "known", stack="compiled")).most >= with_stack.most
+
+
+def test_a_stack_that_was_judged_has_its_own_interval() -> None:
+    judged = next(row for row in TABLE["kinds"] if row["stack"] and row["gpu"])
+    names = ("gpu", "links", "network", "divided", "replicated", "stack")
+    found = interval_of_kind(Kind(**{name: judged[name] for name in names}))
+    assert (found.least, found.most) == (judged["least"], judged["most"])
+
+
+def test_a_mixture_of_experts_has_none() -> None:
+    gpu = Device(kind="cuda", name=DEVICES["h100"].name)
+    experts = layer("b").model_copy(update={"op": "GptOssExperts"})
+    cluster = flat_cluster(2, "10Gbps")
+    for other, has_one in ((layer("b"), True), (experts, False)):
+        model = profile(layer("a"), other).model_copy(update={"device": gpu})
+        found = interval_of(model, cluster, divided=False, replicated=True)
+        assert (found is not None) is has_one
 
 
 def test_networks() -> None:

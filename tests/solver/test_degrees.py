@@ -11,7 +11,10 @@ import pytest
 
 from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
+from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, ring_all_reduce_s
+from planner.cost.network.topology import Topology
 from planner.cost.overheads import COMMUNICATOR_BYTES
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -26,15 +29,16 @@ from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.options.solving import StageRules
 from planner.plan.rank_groups import groups_of, of_groups, plan_of_tensor_rank
 from planner.plan.shape import shape_of
-from planner.plan.trainable import check_trainable
+from planner.plan.trainable import check_base, check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import search_plan as solve
 from planner.solver.answer import answer
+from planner.solver.assemble import assemble
 from planner.solver.clock import Clock
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Answer
+from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import parse_bytes
 from tests.cost.test_overheads import on_cuda
@@ -489,3 +493,51 @@ def test_a_search_on_kinds_divides_layers_where_that_is_faster() -> None:
     assert found.divides_layers
     assert found.predicted.seconds_per_minibatch < undivided.predicted.seconds_per_minibatch
     check_trainable(found)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_groups_shard_weights_as_the_gpus_of_a_cluster_of_groups_do(level: int) -> None:
+    """Four replicas of two ranks each, in two servers; each replica is a server's half."""
+    model = divided(
+        profile(*(layer(f"h.{n}", 1, 2, 8, weight_bytes=64, update_s=0.5) for n in range(4))), 2
+    )
+    cluster = hierarchical_cluster((4, 2), (16.0, 4.0))
+    setting = Setting(cluster, find("1f1b-flush"), 8)
+    problem = Problem(layer_costs_on(model, cluster), setting)
+    layers = frozenset(range(4))
+    stage = Candidate(frozenset(), layers, StageOptions(4, level, tensor=2))
+    price = problem.price([stage])
+
+    rank = profile_at(model, 2, Topology(cluster).group_link(2))
+    alone = Problem(LayerCosts(rank), replace(setting, cluster=groups_of(cluster, 2)))
+    expected = alone.price([replace(stage, options=StageOptions(4, level))])
+    assert price.seconds_per_minibatch == pytest.approx(expected.seconds_per_minibatch)
+    assert price.memory == expected.memory
+    assert price.communication_bytes == pytest.approx(2 * expected.communication_bytes)
+
+    plan = assemble(problem, Evaluation((stage,), price))
+    assert plan.shards_divided_layers
+    assert simulated_s(plan) == pytest.approx(price.seconds_per_minibatch)
+    with pytest.raises(PlannerError, match="groups of 2 ranks divide"):
+        check_base(plan)
+
+
+def test_sharded_groups_fit_where_neither_fits_alone() -> None:
+    """Eight layers with weights and gradients of 50 bytes each, and twice that of the optimizer.
+
+    Four replicas that shard weights hold 1600 / 4 bytes, two layers' weights and twice the
+    gradients of one: 600. Two ranks that divide layers, and two replicas the optimizer's state,
+    hold 600, too. Both together hold 500.
+    """
+    layers = [layer(f"h.{n}", 1, 2, 8, weight_bytes=50) for n in range(8)]
+    model = profile(*(replace(each, optimizer_bytes=100) for each in layers))
+    model = replace(divided(model, 2), optimizer_elementwise=True)
+    find_plan = partial(solve, schedule="1f1b-flush", microbatches=4, tensor=(1, 2), max_stages=1)
+    cluster = flat_cluster(4, 1e6, 550)
+    plan = find_plan(model, cluster)
+    assert plan.shards_divided_layers
+    assert plan.config == "2x2"
+
+    measured = replace(model, provenance=replace(model.provenance, source="measured"))
+    with pytest.raises(InfeasibleError):
+        find_plan(measured, cluster)

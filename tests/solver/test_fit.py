@@ -4,18 +4,21 @@ GPUs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from planner.api.planning import price
+from planner.api.running import _with_time_to_search
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.options.solving import SolveOptions
+from planner.options.verbs import FitOptions
 from planner.reporting.tables.answers import fit_report
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
@@ -412,3 +415,17 @@ def test_where_no_usual_way_fits_layers_are_divided_whatever_the_time() -> None:
         asked(16, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), ranks=2, time_limit_s=0.0)
     )
     assert "tensor parallelism" in roomy.not_tried
+
+
+def test_a_search_has_a_share_of_the_limit_however_long_a_model_took_to_read() -> None:
+    """A quarter of 60 s is computed, in up to three times as long on a busy machine."""
+    options = FitOptions(time_limit_s=60)
+    soon = _with_time_to_search(Clock.of(1.0), options)
+    assert soon.left_s == pytest.approx(15, abs=1)
+    assert soon.at_s is not None
+    assert soon.at_s - time.monotonic() == pytest.approx(45, abs=1)
+
+    enough = Clock.of(30.0)
+    assert _with_time_to_search(enough, options) is enough
+    endless = Clock.of(None)
+    assert _with_time_to_search(endless, FitOptions(time_limit_s=None)) is endless

@@ -17,7 +17,7 @@ from planner.cost.models.cost_model import (
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Busy, Placement
 from planner.cost.traffic import arriving
-from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
+from planner.cost.work import Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 
 
@@ -155,11 +155,10 @@ class SynchronousModel(CostModel):
         return ending_s(work, replicas, self.microbatches, self.link, self._filling_s(work))
 
     def _filling_s(self, work: Work) -> Floats:
-        """Return the seconds of a backward that fill the bubble: 2W."""
-        share = 0.0
-        if self.schedule.splits_backward:
-            share = 2 * WEIGHT_SHARE
-        return np.asarray(share * work.backward_s)
+        """Return the seconds of a backward that fill the bubble: 2W, and no more than all of it."""
+        if not self.schedule.splits_backward:
+            return np.zeros_like(work.backward_s)
+        return np.minimum(2 * work.backward_weight_s, work.backward_s)
 
     def max_s(self, work: Work, replicas: ArrayLike) -> Floats:
         """Compute each stage's part of the maximum, of its busiest resource."""

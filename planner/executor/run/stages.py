@@ -42,7 +42,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.stage.whole_output import WholeOutput
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
-from planner.plan.blocks import units_of_stage
+from planner.plan.blocks import sharded_units
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
@@ -375,7 +375,7 @@ def build_modules(
     for number in stages:
         stage = plan.stages[number]
         again = stage.recompute_groups
-        units = units_of_stage(stage.layers, again) if stage.shards_gradients else ()
+        units = sharded_units(stage.layers, again) if stage.shards_gradients else ()
         variant = replace(alike, recompute=again, units=tuple(units))
         is_last = number == len(plan.stages) - 1
         kept = compared.names if compared is not None and is_last else ()

@@ -1,4 +1,4 @@
-"""Leave out all but five of a model's equal blocks, whose costs one of them tells.
+"""Leave out all but a few of a model's equal blocks, whose costs one of them tells.
 
 A transformer has dozens of equal blocks, and what a step of one costs, the steps of all cost. The
 first two may do more than the others, as they take what an embedding made, and what the last one
@@ -6,10 +6,17 @@ makes goes elsewhere. So these stay, with one that stands for those left out and
 
     blocks    0  1  2  3  4  5  6  7
     run       0  1  2  3           7     7 takes what 3 makes, and 3 stands for 4, 5 and 6
+
+Blocks may be equal in turn, as where each second one has a window. Then as many as a turn has
+stand for the others. They end with one that is equal to the last but one, whose place it takes.
+
+    blocks    0a 1b 2a 3b 4a 5b 6a 7b 8a 9b
+    run       0a 1b 2a 3b 4a             9b     9 takes what 4 makes; 3 stands for 5 and 7, 4 for
+                                                6 and 8
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,8 +29,9 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.capture.size import is_symbolic
 from planner.model.torch_private import tree_flatten
 
-_STANDS = 3  # the number of the block that stands for others
-_FEWEST = 7  # blocks that make it worth while
+_FIRST = 3  # the number of the first block that may stand for others
+_LONGEST_TURN = 6  # blocks: five with a window and one without (Gemma 3)
+_FEWEST_SPARED = 2  # blocks that make it worth while
 
 
 @contextmanager
@@ -37,13 +45,13 @@ def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
     kept = list(range(len(graph.layers)))
     stands = list(kept)
     seams = _Seams()
-    for blocks in _equal_blocks(graph):
-        first = blocks[_STANDS]
-        *spared, last = blocks[_STANDS + 1 :]
-        for block in spared:
-            stands[block.start : block.stop] = first.positions
+    for found in _equal_blocks(graph):
+        blocks = found.blocks
+        for number in found.spared:
+            block = blocks[number]
+            stands[block.start : block.stop] = blocks[found.stand_of(number)].positions
             kept = [position for position in kept if position not in block.positions]
-        seams.join(first, spared[-1], last)
+        seams.join(blocks[found.spared.start - 1], blocks[-2], blocks[-1])
 
     place = {position: index for index, position in enumerate(kept)}
     shorter = graph
@@ -103,16 +111,41 @@ class _Block:
         return self.positions.stop
 
 
-def _equal_blocks(graph: LayerGraph) -> Iterator[list[_Block]]:
-    """Yield the blocks of each list whose blocks after the first two are equal and take nothing
-    but what the one before makes, and what was there before all of them.
+@dataclass(frozen=True)
+class _EqualBlocks:
+    """Blocks of a list that are equal in turn.
+
+    Attributes:
+        blocks: all of the list.
+        turn: how many a turn has; 1 where all are equal.
+    """
+
+    blocks: list[_Block]
+    turn: int
+
+    @property
+    def spared(self) -> range:
+        """The numbers of the blocks that need not run."""
+        last = len(self.blocks) - 1
+        fewest = _FIRST + self.turn
+        # The last one that stands for others is equal to the last spared one.
+        return range(fewest + (last - fewest) % self.turn, last)
+
+    def stand_of(self, number: int) -> int:
+        """Return the number of the block that stands for a spared one."""
+        return number - self.turn * (1 + (number - self.spared.start) // self.turn)
+
+
+def _equal_blocks(graph: LayerGraph) -> Iterator[_EqualBlocks]:
+    """Yield the blocks of each list whose blocks after the first two are equal, perhaps in turn,
+    and take nothing but what the one before makes, and what was there before all of them.
     """
     for path, module in graph.model.named_modules():
         inside_a_block = re.search(r"(^|\.)\d+(\.|$)", path)  # as experts are
         if inside_a_block or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         names = list(module._modules)
-        if len(names) < _FEWEST or names != [str(number) for number in range(len(names))]:
+        if names != [str(number) for number in range(len(names))]:
             continue
         if _share_weights(module):
             continue
@@ -120,8 +153,13 @@ def _equal_blocks(graph: LayerGraph) -> Iterator[list[_Block]]:
         prefixes = (f"{path}.{name}.".removeprefix(".") for name in names)
         found = [_block(graph, prefix) for prefix in prefixes]
         blocks = [block for block in found if block is not None]
-        if len(blocks) == len(names) and _are_equal(graph, blocks):
-            yield blocks
+        if len(blocks) < len(names):
+            continue
+        for turn in range(1, _LONGEST_TURN + 1):
+            equal = _EqualBlocks(blocks, turn)
+            if len(equal.spared) >= _FEWEST_SPARED and _are_equal(graph, equal):
+                yield equal
+                break
 
 
 def _share_weights(blocks: nn.Module) -> bool:
@@ -147,20 +185,20 @@ def _block(graph: LayerGraph, prefix: str) -> _Block | None:
     return _Block(prefix, range(positions[0], positions[-1] + 1), nodes)
 
 
-def _are_equal(graph: LayerGraph, blocks: Sequence[_Block]) -> bool:
-    """Return whether each block from the third on does with the one before what the next one does
-    with it.
+def _are_equal(graph: LayerGraph, found: _EqualBlocks) -> bool:
+    """Return whether each block from the fourth on does with the one before what the block one turn
+    later does with the one before that.
     """
-    equal = blocks[_STANDS - 1 :]
-    for before, own in pairwise(equal):
-        layers = (len(before.positions), len(own.positions))
-        if before.stop != own.start or layers[0] != layers[1]:
-            return False
-        if len(before.nodes) != len(own.nodes) or _used_elsewhere(graph, before, own):
+    blocks = found.blocks
+    for before, own in pairwise(blocks[_FIRST - 1 :]):
+        if before.stop != own.start or _used_elsewhere(graph, before, own):
             return False
 
-    triples = zip(equal, equal[1:], equal[2:], strict=False)
-    return all(_Comparison(graph, *triple).follows() for triple in triples)
+    pairs = list(pairwise(blocks[_FIRST - 1 :]))
+    return all(
+        _Comparison(graph, one, other).follows()
+        for one, other in zip(pairs, pairs[found.turn :], strict=False)
+    )
 
 
 def _used_elsewhere(graph: LayerGraph, block: _Block, after: _Block) -> bool:
@@ -170,19 +208,25 @@ def _used_elsewhere(graph: LayerGraph, block: _Block, after: _Block) -> bool:
 
 
 class _Comparison:
-    """Of three blocks in a row, what the second does with the first, and the third with the
-    second.
+    """Of two pairs of blocks, each one after the other, what the later ones do with the earlier
+    ones.
     """
 
-    def __init__(self, graph: LayerGraph, before: _Block, own: _Block, after: _Block) -> None:
+    def __init__(
+        self, graph: LayerGraph, one: tuple[_Block, _Block], other: tuple[_Block, _Block]
+    ) -> None:
         self._graph = graph
-        self._own = own
-        self._after = after
-        self._counterparts = dict(zip(before.nodes, own.nodes, strict=True))
-        self._counterparts.update(zip(own.nodes, after.nodes, strict=True))
+        self._own = one[1]
+        self._after = other[1]
+        self._alike = all(map(_are_alike, one, other))
+        self._counterparts = dict[fx.Node, fx.Node]()
+        for own, after in zip(one, other, strict=True):
+            self._counterparts.update(zip(own.nodes, after.nodes, strict=False))
 
     def follows(self) -> bool:
         """Return whether the two do the same."""
+        if not self._alike:
+            return False
         pairs = zip(self._own.nodes, self._after.nodes, strict=True)
         return all(self._is_same_operation(one, other) for one, other in pairs)
 
@@ -237,6 +281,12 @@ class _Comparison:
 
     def _expression(self, node: fx.Node) -> object:
         return self._graph.reader.expression(node.meta["val"])
+
+
+def _are_alike(one: _Block, other: _Block) -> bool:
+    """Return whether two blocks have as many layers and operations."""
+    layers = len(one.positions) == len(other.positions)
+    return layers and len(one.nodes) == len(other.nodes)
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

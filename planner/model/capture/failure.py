@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -334,6 +335,10 @@ def silent_tracer() -> Iterator[None]:
         logging.disable(before)
 
 
+@cache
 def is_users(file: str) -> bool:
-    """Return whether a file of code is the user's, or of a library that the user calls."""
+    """Return whether a file of code is the user's, or of a library that the user calls.
+
+    Every operation of a model is asked about with each call that led to it, of few files.
+    """
     return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

@@ -250,16 +250,20 @@ def _spans_of_writes(
         if node.op in ("get_attr", "placeholder")
         for storage in facts.storages[node]
     }
-    for storage in {storage for node in owner for storage in facts.writes[node]}:
-        writers = [index for node, index in owner.items() if storage in facts.writes[node]]
-        touching = [
-            index
-            for node, index in owner.items()
-            if storage in facts.storages[node]
-            or any(storage in facts.storages[argument] for argument in node.all_input_nodes)
-        ]
-        last = max(touching if storage in held else writers)
-        yield Span(min(touching), last, written(names, held.get(storage)))
+    # By storage, in one pass: the operations that write it, and those that use it.
+    writers: dict[int, list[int]] = {}
+    touching: dict[int, list[int]] = {}
+    for node, index in owner.items():
+        for storage in facts.writes[node]:
+            writers.setdefault(storage, []).append(index)
+        for each in {node, *node.all_input_nodes}:
+            for storage in facts.storages[each]:
+                touching.setdefault(storage, []).append(index)
+
+    for storage, places in writers.items():
+        touched = touching[storage]
+        last = max(touched if storage in held else places)
+        yield Span(min(touched), last, written(names, held.get(storage)))
 
 
 def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[int, _Run]]:

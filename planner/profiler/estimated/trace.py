@@ -49,8 +49,15 @@ from planner.profiler.estimated.experts import (
 )
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
-from planner.profiler.estimated.step_as_run import RecordedStep, Span, as_run, mask_of
+from planner.profiler.estimated.step_as_run import (
+    RecordedStep,
+    Span,
+    StepAsRun,
+    as_run,
+    mask_of,
+)
 from planner.profiler.estimated.update import Shapes, UpdateTrace, trace_updates
+from planner.profiler.estimated.weight_gradients import of_weights_alone
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, last_uses
 from planner.profiler.step.allocation import beyond_held, saved_bytes, tensors_of_batch
 from planner.profiler.step.counters import LayerCounts, first_rank, layer_counts
@@ -84,6 +91,8 @@ class StepTrace:
     saved_bytes: list[int]  # from forward to backward, by layer
     # what a layer's forward or backward allocates beyond what the step holds anyway
     workspace_bytes: list[int]
+    # of each operation, whether it computes nothing but gradients of weights
+    weights_alone: NDArray[np.bool_]
     updates: list[UpdateTrace]
     known_updates: dict[Shapes, UpdateTrace]  # of this trace and of those like it
     # by the first layer that uses them; a rank's parts, where ranks divide them
@@ -109,6 +118,18 @@ class StepTrace:
             updates = _at_hosts_pace(updates, updates_host)
         return forward, backward, updates
 
+    def weight_shares(self, spec: DeviceSpec) -> list[float | None]:
+        """Return the part of each layer's backward that computes gradients of weights; None where
+        the backward takes no time.
+        """
+        seconds = self.costs.seconds(spec)
+        _, whole = self._by_layer(seconds)
+        _, alone = self._by_layer(np.where(self.weights_alone, seconds, 0.0))
+        return [
+            min(1.0, part_s / all_s) if all_s > 0 else None
+            for part_s, all_s in zip(alone, whole, strict=True)
+        ]
+
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
         """Sum the operations of each layer's forward and backward."""
         sums = np.concatenate([[0.0], np.cumsum(seconds)])[list(self.until)]
@@ -128,7 +149,13 @@ class StepTrace:
             for each, s in zip(self.updates, update, strict=True)
         ]
         columns = zip(
-            times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True
+            times,
+            updates,
+            self.saved_bytes,
+            self.workspace_bytes,
+            self.counts.flops,
+            self.weight_shares(spec),
+            strict=True,
         )
         return Measurement([LayerMeasurement(*column) for column in columns])
 
@@ -280,6 +307,15 @@ def _recorded(
     return RecordedStep(
         recorder.operations, until, until[marks.backward_start], spans, saved, workspaces
     )
+
+
+def _weights_alone(step: StepAsRun, marks: LayerMarks[int]) -> NDArray[np.bool_]:
+    """Return of each operation whether it computes nothing but gradients of weights."""
+    layer_of = [-1] * len(step.operations)
+    for layer, _, start, end in marks.spans():
+        first, last = step.until[start], step.until[end]
+        layer_of[first:last] = [layer] * (last - first)
+    return of_weights_alone(step.operations, step.until[marks.backward_start], layer_of)
 
 
 @dataclass(frozen=True)
@@ -437,6 +473,7 @@ class _Tracer:
             stands=stands,
             saved_bytes=_for_all(step.saved_bytes, stands),
             workspace_bytes=_for_all(step.workspace_bytes, stands),
+            weights_alone=_weights_alone(step, marks),
             updates=_for_all(updates, stands),
             known_updates=self.known_updates,
             weights=_for_all(weights, stands),

@@ -147,7 +147,7 @@ def _sharded(problem: Problem) -> Iterator[Way]:
         return
 
     drained = _drained(problem, stage.replicas)
-    whole = why_whole(drained.schedule, drained.microbatches, [stage.replicas], [1]) is None
+    whole = why_whole(drained.schedule, drained.microbatches, [stage.replicas]) is None
     server = next(iter(problem.server_sizes), None)
     for sharding in usual_shardings(stage.replicas, server, whole=whole):
         within = drained if sharding.divides_gradients else problem

@@ -9,6 +9,7 @@ from planner.cost.fully_sharded import sharded_times
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
+from planner.formats.files import replace
 from planner.formats.plan_parts import Shared, Transfer
 from planner.formats.profile import Layer, Shares
 from planner.plan.lengths import planned, planned_terms
@@ -70,7 +71,13 @@ def stage_costs(
     if stages[0].options.shards_gradients:
         return [_fully_sharded_costs(layer_costs, stages[0], setting)]
     copies = copied_in(layer_costs, stages)
-    return [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
+    costs = [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
+    if not setting.schedule.splits_backward:
+        return costs
+    return [
+        replace(each, weights_s=float(layer_costs.work(stage).backward_weight_s))
+        for each, stage in zip(costs, stages, strict=True)
+    ]
 
 
 def _fully_sharded_costs(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> StageCosts:

@@ -238,8 +238,12 @@ class Problem:
         profile = self.layer_costs.profile
         rule = self.rules.shard_optimizer
         possible = rule != "never" and profile.may_shard_optimizer
-        runs = not (self.degree > 1 or profile.compiled or profile.memory_format)
-        divides = fully and runs and why_whole(self.schedule, 2, [2], [1]) is None
+        runs = not (profile.compiled or profile.memory_format)
+        if self.degree > 1:
+            # Groups of ranks that divide layers are trained elsewhere so, and not here. A measured
+            # profile is there to be trained with.
+            runs = profile.provenance.source == "estimated"
+        divides = fully and runs and why_whole(self.schedule, 2, [2]) is None
         return PossibleSharding(
             always=rule == "always",
             optimizer=possible,

@@ -27,7 +27,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.memo import Memo
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 
-_TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
+_TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s", "backward_weight_s")
 FRONTS = ("sent_bytes", "returned_bytes", "outputs", "gradients", "output_bytes", "gradient_bytes")
 _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
 COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
@@ -156,6 +156,7 @@ class CutSpace(ABC):
             backward_s=held("backward_s"),
             update_s=held("update_s"),
             accumulate_s=held("accumulate_s"),
+            backward_weight_s=held("backward_weight_s"),
             trainable_bytes=held("gradient_bytes"),
             # Activations come from earlier stages (left) and go to later ones (right), gradients
             # the other way.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.formats.files import replace
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, has_experts
 from planner.options.solving import SolveOptions
 from planner.solver.alternatives.table import table_budget
 from planner.solver.alternatives.usual_ways import usual_ways
@@ -191,16 +191,11 @@ def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int 
     experts.
     """
     shared = likely * profiles.ranks
-    has_experts = any(_is_of_experts(layer.op) for layer in profiles.at(likely).layers)
+    is_mixture = any(has_experts(layer.op) for layer in profiles.at(likely).layers)
     divides = (options.minibatch or 1) % shared == 0
-    if has_experts and divides and shared > likely and len(profiles.sizes) > 1:
+    if is_mixture and divides and shared > likely and len(profiles.sizes) > 1:
         return shared
     return None
-
-
-def _is_of_experts(op: str) -> bool:
-    """Return whether a kind of layer has experts, as captured, or as a module that is one layer."""
-    return "grouped_mm" in op or op.endswith("Experts")
 
 
 def extended(one: Profile, other: Profile, size: int) -> Profile:

@@ -73,6 +73,10 @@ class FitTuning:
     # Share of the time limit for what comes after the last search: its table, and files.
     ending_share: float = 0.1
 
+    # Share of the time limit for the search, even where reading and estimating a model left less:
+    # neither can be done in part, and without a search there is no answer.
+    least_search_share: float = 0.25
+
     # Shares of the time left: for choosing sizes of microbatches, on which more depends than on any
     # search, since a size too small costs tens of times; then for the cluster that was asked about.
     # Other numbers of GPUs share the rest.

@@ -137,6 +137,7 @@ TWO = [
     Case(2, "convolutional"),
     Case(3, "convolutional", recompute="some"),
     Case(3, "blocks", recompute="some"),
+    Case(3, "experts", exact=False),
 ]
 # A last minibatch has microbatches of 4, 4, 4 and 3 samples; of 1, 1, 1 and none; and of one for a
 # single replica.

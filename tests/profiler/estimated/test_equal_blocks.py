@@ -53,6 +53,15 @@ class Frozen(Model):
         self.blocks[3].requires_grad_(requires_grad=False)
 
 
+class FrozenInTurn(Model):
+    """The weights of each second block are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in list(self.blocks)[1::2]:
+            block.requires_grad_(requires_grad=False)
+
+
 class Summing(Model):
     """A sum of what the blocks return goes along with them."""
 
@@ -113,6 +122,7 @@ def about(expected: Any) -> Any:
         (Shared, 0),
         (Summing, 3),
         (Frozen, 0),
+        (FrozenInTurn, 2),
         (Collecting, 0),
         (TiedPairs, 0),
     ],
