@@ -319,6 +319,15 @@ class PipelineShape:
         begin = (self.replica_of(stage, rank) - first) % period
         return Units(minibatch, range(begin, self.microbatches, period))
 
+    def numbers_of_units(self, stage: int, minibatch: int) -> list[int]:
+        """Return how many units of a minibatch each replica of a stage runs: see `units_of`."""
+        replicas = len(self.ranks[stage])
+        first = self.schedule.turn(self, Unit(minibatch, 0))
+        return [
+            len(range((replica - first) % replicas, self.microbatches, replicas))
+            for replica in range(replicas)
+        ]
+
     def shortened(self, least: int) -> PipelineShape:
         """Return the same pipeline with few microbatches per minibatch: `least` or more, if it has
         as many.

@@ -143,7 +143,8 @@ def unlike_replicas(costs: PipelineCosts) -> Collection[int] | None:
     shape = costs.shape
     if len(shape.ranks) > 1 or costs.stages[0].exchanged is not None:
         return None
-    return {len(shape.units_of(0, rank, 0)): rank for rank in shape.ranks[0]}.values()
+    units = shape.numbers_of_units(0, 0)
+    return dict(zip(units, shape.ranks[0], strict=True)).values()
 
 
 def _enough_microbatches(shape: PipelineShape) -> list[int]:

@@ -60,6 +60,9 @@ class SearchedCuts:
 def searched_cuts(problem: Problem) -> SearchedCuts:
     """Return the cuts that are searched for a question."""
     chain = Chain(problem.layer_costs)
+    if problem.rules.max_stages == 1:
+        return SearchedCuts(chain, complete=True)  # whose plans have no cut
+
     graph = LayerGraph(problem.layer_costs)
     branches = takes_branches(problem)
     most = len(chain)

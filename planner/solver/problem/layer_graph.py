@@ -53,8 +53,10 @@ class LayerGraph:
             if not self._feeds[group]:
                 self._connect(group, last)
 
-        # By group, the possible sets of users of each value that it is a user of.
-        self._users: list[list[tuple[int, frozenset[int]]]] = [[] for _ in self.groups]
+        # The users of each value with several, and which of them a downset may have; and by group,
+        # those of the values that it is a user of.
+        self._orders: list[_Order] = []
+        self._orders_of: list[list[_Order]] = [[] for _ in self.groups]
         for users in self._users_in_order():
             self._keep_order(users)
 
@@ -79,8 +81,10 @@ class LayerGraph:
         if len(users) < 2:
             return
         first = [sum(1 << user for user in users[:count]) for count in range(len(users) + 1)]
+        order = _Order(first[-1], frozenset(first))
+        self._orders.append(order)
         for user in users:
-            self._users[user].append((first[-1], frozenset(first)))
+            self._orders_of[user].append(order)
 
     def _groups_of(self, layers: Iterable[int]) -> list[int]:
         return sorted({self._group_of[layer] for layer in layers})
@@ -151,7 +155,7 @@ class LayerGraph:
         moved = {downset}
         for group in range(len(self.groups)):
             changed = self._with_group_moved(downset, group)
-            if all(self._keeps_order(changed, other) for other in _members(changed ^ downset)):
+            if self._keeps_orders(changed, changed ^ downset):
                 moved.add(changed)
         if len(moved) <= most:
             return moved
@@ -206,7 +210,11 @@ class LayerGraph:
 
     def _keeps_order(self, downset: int, group: int) -> bool:
         """Return whether the users of the values that a group uses are in order."""
-        return all(downset & users in possible for users, possible in self._users[group])
+        return all(order.allows(downset) for order in self._orders_of[group])
+
+    def _keeps_orders(self, downset: int, groups: int) -> bool:
+        """Return whether the users of the values that a set of groups uses are in order."""
+        return all(order.allows(downset) for order in self._orders if order.users & groups)
 
     def seconds_led_to(self, seconds: Floats) -> Floats:
         """Return, for each group, the sum of the seconds of it and of all groups that it
@@ -244,6 +252,17 @@ class LayerGraph:
         layers_s = seconds_of_layers(self.layer_costs)
         little_s = float(layers_s.mean()) or 1.0
         return [float(np.sum(layers_s[list(group)] + little_s)) for group in self.groups]
+
+
+class _Order(NamedTuple):
+    """The users of a value, and the sets of them that a downset may have: the first few."""
+
+    users: int
+    possible: frozenset[int]
+
+    def allows(self, downset: int) -> bool:
+        """Return whether a downset has a possible set of them."""
+        return downset & self.users in self.possible
 
 
 class _Border(NamedTuple):

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
+import numpy as np
+
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.work import Floats
 from planner.formats.files import replace
@@ -91,22 +93,21 @@ def _grid(problem: Problem) -> Iterator[_Point]:
     """
     costs = problem.layer_costs
     gpus = problem.cluster.gpus
-    sums = _LayerSums.of(problem)
-    counts = _numbers_of_stages(
-        problem, min(gpus, problem.rules.max_stages or gpus, len(sums.compute_s))
-    )
+    layers = _Layers.of(problem)
+    most = min(gpus, problem.rules.max_stages or gpus, len(layers.compute_s))
+    counts = _numbers_of_stages(problem, most)
 
     cuts = equal_times(costs, counts, problem.budget.clock)
     for stages, equal in zip(counts, cuts, strict=False):
         if len(equal) < stages:
             return  # there are fewer places to cut
         blocks = equal_blocks(costs, stages)
-        yield from _points(problem, sums, equal)
+        yield from _points(problem, layers, equal)
         if len(blocks) == stages and blocks != equal:
-            yield from _points(problem, sums, blocks)
+            yield from _points(problem, layers, blocks)
 
 
-def _points(problem: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]:
+def _points(problem: Problem, layers: "_Layers", cut: Cut) -> Iterator[_Point]:
     """Yield the plans of one cut: all numbers of replicas, and all that they may divide."""
     stages = len(cut)
     gpus = problem.cluster.gpus
@@ -116,19 +117,20 @@ def _points(problem: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]:
     halves = [gpus >> power for power in range(gpus.bit_length())]
     whole = counts_to_try(gpus, problem.tuning.restricted)
 
+    sums = layers.over(cut)
     for used in whole if stages == 1 else halves:
         replicas = used // stages
         if not 1 <= replicas <= most_replicas:
             continue
-        least_s = sums.least_s(cut, replicas)
+        least_s = sums.least_s(replicas)
         for sharding in problem.shardings(replicas, stages):
             options = StageOptions(replicas).with_sharding(sharding)
-            if sums.may_fit(cut, options):
+            if sums.may_fit(options):
                 yield _Point(least_s, cut, options)
 
 
 @dataclass(frozen=True)
-class _LayerSums:
+class _Layers:
     """Costs of each layer of which sums over stages bound their time and their memory."""
 
     problem: Problem
@@ -137,7 +139,7 @@ class _LayerSums:
     optimizer_bytes: Floats
 
     @classmethod
-    def of(cls, problem: Problem) -> "_LayerSums":
+    def of(cls, problem: Problem) -> "_Layers":
         costs = problem.layer_costs
         kept_bytes = column(costs, "weight_bytes")
         if problem.microbatches > 1:
@@ -145,36 +147,49 @@ class _LayerSums:
         compute_s = column(costs, "forward_s") + column(costs, "backward_s")
         return cls(problem, compute_s, kept_bytes, column(costs, "optimizer_bytes"))
 
-    def least_s(self, cut: Cut, replicas: int) -> float:
+    def over(self, cut: Cut) -> "_StageSums":
+        """Return the sums over the stages of a cut."""
+        layers = [list(stage.layers) for stage in cut]
+        return _StageSums(
+            self.problem,
+            once_s=float(self.compute_s.sum()),
+            slowest_s=max(float(self.compute_s[each].sum()) for each in layers),
+            kept_bytes=np.array([self.kept_bytes[each].sum() for each in layers]),
+            optimizer_bytes=np.array([self.optimizer_bytes[each].sum() for each in layers]),
+        )
+
+
+@dataclass(frozen=True)
+class _StageSums:
+    """Costs of the stages of one cut: seconds of all and of the slowest, and bytes of each."""
+
+    problem: Problem
+    once_s: float
+    slowest_s: float
+    kept_bytes: Floats
+    optimizer_bytes: Floats
+
+    def least_s(self, replicas: int) -> float:
         """Return seconds per minibatch that a plan of this cut is not below: those of its slowest
         stage.
         """
         problem = self.problem
         if problem.cluster.kinds:
             return 0.0  # devices may be faster than the profiled one
-        slowest_s = max(_sum(self.compute_s, stage) for stage in cut)
-        busy_s = slowest_s * problem.microbatches / replicas
+        busy_s = self.slowest_s * problem.microbatches / replicas
         if problem.schedule.formula == "synchronous":
             # The first microbatch passes all stages, and the others wait for the slowest one.
-            busy_s = float(self.compute_s.sum()) + max(0.0, busy_s - slowest_s)
+            busy_s = self.once_s + max(0.0, busy_s - self.slowest_s)
         return busy_s * (1 - SLACK)
 
-    def may_fit(self, cut: Cut, options: StageOptions) -> bool:
+    def may_fit(self, options: StageOptions) -> bool:
         """Whether the stages' state fits the memory, however much recomputes."""
         cluster = self.problem.cluster
         if cluster.kinds or cluster.memory_bytes is None:
             return True
         kept_parts = options.shards if options.shards_gradients else 1
-        held_bytes = max(
-            _sum(self.kept_bytes, stage) / kept_parts
-            + _sum(self.optimizer_bytes, stage) / options.shards
-            for stage in cut
-        )
-        return held_bytes <= cluster.memory_bytes
-
-
-def _sum(column: Floats, stage: Candidate) -> float:
-    return float(column[list(stage.layers)].sum())
+        held_bytes = self.kept_bytes / kept_parts + self.optimizer_bytes / options.shards
+        return float(held_bytes.max()) <= cluster.memory_bytes
 
 
 def _numbers_of_stages(problem: Problem, most: int) -> list[int]:
