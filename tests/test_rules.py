@@ -204,7 +204,7 @@ def test_tuned_numbers_are_fields_of_one_record() -> None:
         "solver/problem/result.py": {"RESOLUTION"},  # rounding
         "solver/search/chain/fitting.py": {"_BITS"},  # of a key
         "solver/search/chain/search.py": {"ANY_TIME_S"},  # time without an end
-        "solver/search/chain/trial.py": {"MISSED", "PLAIN", "RECOMPUTING"},  # answers
+        "solver/search/chain/fewest.py": {"MISSED", "PLAIN", "RECOMPUTING"},  # answers
         "solver/search/integer/cbc.py": {"_FEASIBILITY", "_PR_SET_PDEATHSIG"},  # rounding; Linux
         "solver/search/integer/ilp_flow.py": {"SCALE"},  # the unit of time in a program
         "solver/search/levels/stage_bounds.py": {"ACTIVATIONS", "GRADIENTS", "MESSAGES"},  # rows

@@ -4,8 +4,9 @@
 searches for the fastest plan under one schedule, and `fit` asks `solve` about several sizes of
 microbatches and several numbers of GPUs.
 
-    solve -> find_plan -> answer        the degrees of divided layers, and the places to cut
-                            portfolio   attempts, proposers, evaluation in a pool, improvement
+    solve       the schedules, and what stands beside a plan
+    find_plan   one schedule: the degrees of divided layers, and the places to cut
+    portfolio   attempts, proposers, evaluation in a pool, improvement
 
     request.py     what is asked: profile, cluster, options, clock; and the problem that it makes
     problem/       the problem: limits, budget, states of the cuts, bounds of the cost models

@@ -12,8 +12,9 @@ from planner.cost.utilisation import utilisation
 from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Prediction, SolverReport, Stage
+from planner.formats.plan_parts import AskedRules, Prediction, SolverReport, Stage
 from planner.formats.profile import LossMean, Profile
+from planner.options.solving import StageRules
 from planner.plan.confidence import interval_of
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
@@ -22,8 +23,9 @@ from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.pipelines import shared_between, stage_costs, transfers
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Evaluation
+from planner.solver.problem.result import Answer, Evaluation
 from planner.stages.tensor import degrees_of
+from planner.units import SLACK
 
 # Of plans that no search found.
 GIVEN = SolverReport(name=GIVEN_NAME, status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
@@ -282,3 +284,41 @@ def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float
         parallel.seconds / alone.microbatches,
         parallel.price.communication_bytes / alone.microbatches,
     )
+
+
+def report_of(problem: Problem, found: Answer, seconds: float) -> SolverReport:
+    """Return what is known of a search's answer after so many seconds."""
+    plan = found.best
+    bound_s = min(found.bound_s, plan.seconds)
+    if plan.simulated:
+        optimal = plan.seconds <= bound_s * (1 + problem.tuning.evaluate.timing_share)
+    else:
+        optimal = plan.seconds <= bound_s * (1 + SLACK)
+        bound_s = plan.seconds if optimal else bound_s
+
+    return SolverReport(
+        name=found.name,
+        status="optimal" if optimal else "feasible",
+        lower_bound_s=bound_s,
+        bound_of=found.bound_of,
+        cuts=found.cuts,
+        gap=(plan.seconds - bound_s) / plan.seconds,
+        seconds=seconds,
+        cost_model_s=plan.price_s,
+        simulated=problem.budget.count,
+        exhausted=problem.budget.exhausted,
+        rules=_asked(problem.rules),
+    )
+
+
+def _asked(rules: StageRules) -> AskedRules | None:
+    asked = AskedRules(
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
+    )
+    if asked == AskedRules():
+        return None
+    return asked

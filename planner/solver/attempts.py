@@ -1,5 +1,5 @@
-"""What searches are asked in place of a problem, because no search along the cuts can know all of
-it.
+"""What searches are asked in place of a problem, because none can know all of it, and who proposes
+plans for it.
 
     room     How many communicators a worker has depends on the replicas of its neighbours.
              Searches count those that a stage has in any plan. Room is kept for more, until the
@@ -14,25 +14,45 @@ Candidates are evaluated for the problem itself, and what they lack decides on t
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from planner.cost.communicators import communicators
 from planner.cost.weight_copies import exchanged_bytes
 from planner.formats.files import replace
-from planner.solver.pool import Pool
-from planner.solver.problem.cuts import cut_after
+from planner.solver.pool import SEARCH, Batch, Pool
+from planner.solver.problem.cut_space import cut_after
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.solver.propose.chain import propose_chain
 from planner.solver.propose.even import (
     counted,
     propose_even,
     uncounted_bytes,
     users_of_tied_weights,
 )
-from planner.solver.propose.proposers import Proposer, proposers_for
+from planner.solver.propose.integer import check_solver, propose_program, propose_small_program
+from planner.solver.propose.interleaved import propose_interleaved
+from planner.solver.propose.mixed import propose_mixed
 from planner.solver.propose.regular import propose_regular
+
+PROGRAM = "ilp, CBC"
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """A method that yields candidates for a problem, the promising ones first, while looking at
+    the pool.
+
+    Attributes:
+        propose: yields batches of candidates; raises OutOfTimeError and the errors of
+            `planner.solver.portfolio`.
+        method: its name in the answer.
+    """
+
+    propose: Callable[[Problem, Pool], Iterator[Batch]]
+    method: str = SEARCH
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,7 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
     """Yield attempts until the pool's best plan is as good as the best candidate that lacked
     something.
     """
-    proposers = proposers_for(pool.problem)
+    proposers = _proposers_for(pool.problem)
     searched_as = pool.problem.schedule.solved_as
     for number, roomy in enumerate(_with_room(pool)):
         relaxation = number == 0
@@ -65,6 +85,18 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
         if pool.hopeless:
             return
         yield from _with_copies(pool, roomy, proposers)
+
+
+def _proposers_for(problem: Problem) -> tuple[Proposer, ...]:
+    """Return the proposers of a problem; raise InputError if no method takes it."""
+    check_solver(problem)
+    if problem.solver == "ilp":
+        return (Proposer(propose_program, PROGRAM),)
+    if problem.cluster.kinds:
+        return (Proposer(propose_mixed), Proposer(propose_small_program, PROGRAM))
+    if problem.schedule.chunked:
+        return (Proposer(propose_interleaved),)
+    return (Proposer(propose_chain),)
 
 
 def _with_room(pool: Pool) -> Iterator[Problem]:

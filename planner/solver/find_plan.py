@@ -1,29 +1,41 @@
 """One request, one search: the fastest plan under one schedule, with nothing beside it.
 
-`planner.solver.solve` asks it for the candidates of an answer; `planner.solver.answer` has the
-search.
+    find_plan       what is asked, as a problem; its answer, as a plan
+      answer          for each number of ranks that may divide the layers:
+        _over_cuts      cuts between blocks, then inside blocks where that pays:
+          best_plan       propose, evaluate, improve (`planner.solver.portfolio`)
+
+`planner.solver.solve` asks for the candidates of an answer. All stages of a plan have groups of one
+size, so a plan whose layers are divided is a plan for a cluster of groups.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
+from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import ALONG_ORDER
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of
 from planner.options.solving import SolveOptions
-from planner.solver.answer import answer
-from planner.solver.assemble import complete
+from planner.plan.blocks import block_ends
+from planner.solver.assemble import complete, report_of
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.portfolio import best_plan
 from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
+from planner.solver.problem.cut_space import cut_after, searched_cuts
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Answer
-from planner.solver.report import report_of
+from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.request import Request, searched_problem
+
+BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
 
 def find_plan(request: Request) -> Plan:
@@ -50,18 +62,222 @@ def find_plan(request: Request) -> Plan:
     return plan
 
 
-@keywords_of(SolveOptions)
-def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
-    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options
-    as keywords.
+def answer(problem: Problem) -> Answer:
+    """Find the best plan over the degrees that the rules allow.
 
     Raises:
-        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+        InputError: for what no search takes.
     """
+    degrees = problem.rules.tensor
+    if degrees == (1,):
+        return _over_cuts(problem)
+
+    trials = _DegreeTrials(problem)
+    least_s = {degree: _relaxed_s(problem.on_groups_of(degree)) for degree in degrees}
+    order = list(degrees)
+    drains = not problem.schedule.asynchronous
+    if drains:
+        # The more promising degrees come first, because others may not be worth a search then.
+        order.sort(key=least_s.__getitem__)
+
+    for number, degree in enumerate(order):
+        if trials.best_s < least_s[degree]:
+            trials.missed.append(degree)
+            continue
+        if trials.answers and problem.clock.passed:
+            trials.missed.append(degree)
+            trials.untried.append(degree)
+            continue
+        left = len(order) - number
+        trials.search(degree, 1 / (min(left, 2) if drains else left))
+    return trials.answer()
+
+
+@dataclass
+class _DegreeTrials:
+    """What is known of plans on groups of each number of ranks."""
+
+    problem: Problem
+    answers: list[Answer] = field(default_factory=list)
+    obstacles: list[PlannerError] = field(default_factory=list)
+    # degrees without a search, or whose search had too little time
+    missed: list[int] = field(default_factory=list)
+    # those that may have the best plan, for which the time did not suffice
+    untried: list[int] = field(default_factory=list)
+
+    @property
+    def best_s(self) -> float:
+        return min(map(self._comparable_s, self.answers), default=math.inf)
+
+    def search(self, degree: int, share: float) -> None:
+        """Search for plans on groups of so many ranks, within a share of the time that is left."""
+        budget = self.problem.budget
+        # The same stages are other plans here, so what was simulated is counted apart.
+        own = replace(budget.apart(), clock=budget.clock.part(share))
+        groups = replace(self.problem, budget=own).on_groups_of(degree)
+        try:
+            on_groups = _over_cuts(replace(groups, hopeless_s=self.best_s))
+        except InputError:
+            raise
+        except PlannerError as error:
+            self.obstacles.append(error)
+            if not isinstance(error, InfeasibleError):
+                self.missed.append(degree)
+                self.untried.append(degree)
+        else:
+            self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
+        budget.exhausted &= own.exhausted
+
+    def answer(self) -> Answer:
+        """Return the fastest of the answers, with a bound on the plans of all degrees."""
+        if not self.answers:
+            raise _obstacle(self.obstacles)
+        fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
+        bound_s = min(each.bound_s for each in self.answers)
+        bounds_of = [each.bound_of for each in self.answers]
+
+        for degree in self.missed:
+            groups = self.problem.on_groups_of(degree)
+            if any(BETWEEN in each for each in bounds_of):
+                groups = cut_after(groups, block_ends(self.problem.layer_costs.profile))
+            cuts = searched_cuts(groups)
+            bound_s = min(bound_s, relaxed_s(groups, cuts.space))
+            bounds_of.append(cuts.bound_of)
+        return Answer(
+            fastest.best,
+            min(bound_s, fastest.best.seconds),
+            bound_of=_joined(bounds_of),
+            cuts=fastest.cuts,
+            untried_degrees=tuple(sorted(self.untried)),
+        )
+
+    def _comparable_s(self, answer: Answer) -> float:
+        return self.problem.comparable_s(answer.best)
+
+
+def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
+    """Return the error that says most of why no degree has a plan: too little time, or what needs
+    the least memory.
+    """
+    for error in errors:
+        if not isinstance(error, InfeasibleError):
+            return error
+    unexplained = [error for error in errors if isinstance(error, UnexplainedError)]
+    if not unexplained:
+        return errors[0]
+
+    def leanest() -> InfeasibleError:
+        explained = [error.explanation() for error in unexplained]
+        return min(explained, key=lambda error: error.least_bytes)
+
+    return UnexplainedError(leanest)
+
+
+def _over_cuts(problem: Problem) -> Answer:
+    """Find the best plan that cuts between blocks, or inside blocks where that makes it 2% faster.
+
+    Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that
+    were found. Raise InputError where `granularity` asks for blocks, and the model has none.
+    """
+    profile = problem.layer_costs.profile
+    granularity = problem.rules.granularity
+    ends = frozenset[int]()
+    if granularity != "layer" and problem.solver != "ilp":
+        ends = block_ends(profile)
+    if not ends and granularity == "block":
+        raise InputError(
+            f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
+            hint="use `granularity=layer`",
+        )
+    if not ends:
+        return best_plan(problem)
+
+    blocks = cut_after(problem, ends)
+    if granularity == "block":
+        return best_plan(blocks)
     try:
-        return find_plan(Request.of(profile, cluster, options))
-    except UnexplainedError as error:
-        raise error.explanation() from None
+        between = best_plan(blocks)
+    except InfeasibleError:
+        if len(profile.layers) > _most_cuts(problem):
+            raise
+        return best_plan(problem)  # smaller stages may fit
+    return _inside_blocks(problem, ends, between)
+
+
+def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> Answer:
+    """Return the answer between blocks, or one that also cuts inside them; bound plans that cut
+    anywhere.
+    """
+    # 1. What any cuts may gain.
+    searched = searched_cuts(problem)
+    bound_s = relaxed_s(problem, searched.space)
+    bound_of = searched.bound_of
+    saving = problem.tuning.answer.min_saving_share
+    may_pay = bound_s < between.best.seconds * (1 - saving)
+
+    # 2. A search over all cuts where these are few, or over those beside the plan's own.
+    most = _most_cuts(problem)
+    in_time = not problem.clock.passed
+    everywhere = in_time and len(problem.layer_costs.profile.layers) <= most
+    if everywhere:
+        cuts = _all_cuts(problem)
+    else:
+        cuts = ends | _beside(problem, ends, between.best)
+    best = between
+    if may_pay and in_time and cuts != ends and len(cuts) <= most:
+        inside = best_plan(problem if everywhere else cut_after(problem, cuts))
+        if everywhere:
+            bound_s = inside.bound_s
+            bound_of = inside.bound_of
+        if problem.is_faster(inside.best, between.best, saving):
+            best = inside
+
+    # 3. What the bound is of.
+    anywhere_known = everywhere or problem.schedule.asynchronous or best is not between
+    if may_pay and not anywhere_known and between.bound_s > bound_s:
+        # Of plans that cut between blocks a search knows well how little the memory leaves to
+        # recompute.
+        bound_s = between.bound_s
+        bound_of = _joined([BETWEEN, between.bound_of])
+    if ALONG_ORDER in bound_of and not best.best.in_order:
+        bound_s = relaxed_s(problem)
+        bound_of = ""
+    return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
+
+
+def _all_cuts(problem: Problem) -> frozenset[int]:
+    return frozenset(range(len(problem.layer_costs.profile.layers) - 1))
+
+
+def _most_cuts(problem: Problem) -> int:
+    quick = problem.schedule.asynchronous and problem.cluster.memory_bytes is None
+    tuning = problem.tuning.answer
+    if quick:
+        return tuning.most_cuts
+    return tuning.most_limited_cuts
+
+
+def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
+    """Return the cuts inside the blocks on either side of each of the plan's cuts."""
+    cuts = {len(stage.before) - 1 for stage in plan.stages[1:]}
+    starts = sorted({-1, *ends, len(problem.layer_costs.profile.layers) - 1})
+    beside: set[int] = set()
+    for cut in cuts & ends:
+        place = starts.index(cut)
+        beside.update(range(starts[place - 1] + 1, starts[place + 1]))
+    return frozenset(beside)
+
+
+def _relaxed_s(problem: Problem) -> float:
+    return relaxed_s(problem, searched_cuts(problem).space)
+
+
+def _joined(bounds_of: Iterable[str]) -> str:
+    """Return of which plans several bounds are at once."""
+    parts = (part for each in bounds_of for part in each.split(", ") if part)
+    return ", ".join(dict.fromkeys(parts))
 
 
 def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
@@ -112,3 +328,17 @@ def plainest(problem: Problem, found: Answer) -> Answer:
         if as_fast and problem.allows(plan):
             return found.with_best(plan)
     return found
+
+
+@keywords_of(SolveOptions)
+def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
+    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options
+    as keywords.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+    """
+    try:
+        return find_plan(Request.of(profile, cluster, options))
+    except UnexplainedError as error:
+        raise error.explanation() from None

@@ -14,18 +14,20 @@ from itertools import islice
 
 from planner.cost.price_with_copies import price_with_copies
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.solver.attempts import Attempt, attempts
+from planner.formats.files import replace
+from planner.solver.attempts import Attempt, Proposer, attempts
 from planner.solver.clock import OutOfTimeError, no_plan_yet
-from planner.solver.improve.improvement import improve
-from planner.solver.improve.lateness import least_late
-from planner.solver.pool import Pool
+from planner.solver.evaluate.leaner import Leaner
+from planner.solver.improve.improvement import improve, least_late
+from planner.solver.pool import Batch, Pool
 from planner.solver.problem.bounds import balanced_s, relaxed_s
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.cut_space import SearchedCuts, searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.propose.any_plan import any_plan
-from planner.solver.propose.proposers import Proposer
+from planner.solver.problem.states import Chain
 from planner.solver.propose.regular import regular_plans
+from planner.solver.search.pipeline_search import PipelineSearch
 
 
 def best_plan(problem: Problem) -> Answer:
@@ -132,3 +134,27 @@ def _anywhere_s(problem: Problem, cuts: SearchedCuts) -> float:
     if not cuts.improved:
         return math.inf
     return relaxed_s(problem)
+
+
+def any_plan(problem: Problem) -> Iterator[Batch]:
+    """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
+
+    This is what is left to do when the time is over, so it does not end with it, and takes none for
+    choices of what recomputes.
+    """
+    memory_bytes = problem.cluster.memory_bytes
+    if memory_bytes is None or problem.schedule.chunked:
+        return
+    rules = problem.rules
+    if rules.recompute == "auto":
+        rules = replace(rules, recompute="blocks")
+    tuning = problem.tuning
+    unhurried = replace(problem, budget=Budget(tuning=tuning.budget), rules=rules)
+
+    chain = Chain(problem.layer_costs)
+    search = PipelineSearch(unhurried, chain.only(chain.spread(tuning.propose.most_any_plan_cuts)))
+    plan = search.fits(problem.cluster.gpus, memory_bytes)
+    if plan is None:
+        return
+    lean = Leaner(problem).lean_enough(plan.stages)
+    yield [plan.stages if lean is None else lean.stages]

@@ -10,14 +10,18 @@ Plans are compared at equal samples per update. Where they cannot have these, a 
 numbers. Where nothing fits under the schedule, the same is done under another one.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
 from planner.errors import InfeasibleError, InputError, PlannerError, StoppedError
 from planner.formats.files import replace
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import config_words
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
-from planner.schedule.registry import AUTO
+from planner.schedule.registry import AUTO, SCHEDULES
+from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
-from planner.solver.alternatives.fitting import first_that_fits, naming
 from planner.solver.alternatives.interleaved import prefer_interleaved_if_faster
 from planner.solver.alternatives.schedules import (
     holding_minibatch,
@@ -55,13 +59,51 @@ def _despite(obstacle: InfeasibleError, request: Request) -> Plan:
         raise explained(obstacle) from None
 
     if options.asked:
-        plan = first_that_fits(request, find_plan)
-        raise naming(plan, explained(obstacle)) from None
+        plan = _first_that_fits(request, find_plan)
+        raise _naming(plan, explained(obstacle)) from None
 
-    plan = first_that_fits(request, solve_unexplained)
+    plan = _first_that_fits(request, solve_unexplained)
     if plan is None:
         raise explained(obstacle) from None
     return replace(plan, instead_of=options.order)
+
+
+def _first_that_fits(request: Request, find: Callable[[Request], Plan]) -> Plan | None:
+    """Return the plan under the first other schedule that has one; None if none has, in time.
+
+    Args:
+        request: under whose schedule nothing fits.
+        find: finds a plan under one schedule, or raises PlannerError.
+    """
+    for schedule in _leanest_first(request.options.order):
+        # The first schedules are the most promising, and an explanation takes time, too.
+        trial = request.under(schedule).within(request.tuning.answer.other_schedule_share)
+        request.clock.progress.step = f"nothing fits under {request.options.order}: {schedule}"
+        with suppress(PlannerError):
+            return find(trial)
+    return None
+
+
+def _leanest_first(schedule: Schedule) -> Iterator[Schedule]:
+    """Yield the other schedules, first the one that holds least of all with a stage per worker."""
+    for other in dict.fromkeys((FLUSH, *SCHEDULES)):
+        if other is not schedule:
+            yield other
+
+
+def _naming(plan: Plan | None, obstacle: PlannerError) -> PlannerError:
+    """Return the error with a hint at the plan that fits under another schedule, if there is
+    one.
+    """
+    if plan is None:
+        return obstacle
+    change = f"`schedule={plan.schedule}`"
+    if plan.schedule.divides:
+        change += f" `microbatches={plan.microbatches}`"
+    hint = f"use {change}, under which {config_words(plan.config)} fits"
+    least_bytes = obstacle.least_bytes if isinstance(obstacle, InfeasibleError) else float("inf")
+    more = f"; {obstacle.hint}" if obstacle.hint else ""
+    return InfeasibleError(obstacle.message, hint=f"{hint}{more}", least_bytes=least_bytes)
 
 
 def solve_unexplained(request: Request) -> Plan:

@@ -33,9 +33,9 @@ from planner.plan.trainable import check_base, check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import search_plan as solve
-from planner.solver.answer import answer
 from planner.solver.assemble import assemble
 from planner.solver.clock import Clock
+from planner.solver.find_plan import answer
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
@@ -359,9 +359,9 @@ def test_a_degree_that_had_too_little_time_does_not_hide_the_others(
             raise PlannerError("the time limit passed")
         return best_plan(asked)
 
-    monkeypatch.setattr("planner.solver.answer.best_plan", late)
+    monkeypatch.setattr("planner.solver.find_plan.best_plan", late)
     assert {stage.options.tensor for stage in answer(problem).best.stages} == {2}
-    monkeypatch.setattr("planner.solver.answer.best_plan", partial(late, both=True))
+    monkeypatch.setattr("planner.solver.find_plan.best_plan", partial(late, both=True))
     with pytest.raises(PlannerError, match="the time limit passed"):
         answer(problem)
 

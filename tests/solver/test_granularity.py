@@ -15,7 +15,7 @@ from planner.plan.blocks import block_ends
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.answer import BETWEEN
+from planner.solver.find_plan import BETWEEN
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem
 from planner.solver.tuning.record import STANDARD
@@ -75,7 +75,7 @@ def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks(
         update={"layers": tuple(each.model_copy(update=sizes) for each in model.layers)}
     )
     # no cut inside a block is tried
-    monkeypatch.setattr("planner.solver.answer._beside", lambda *_: frozenset())
+    monkeypatch.setattr("planner.solver.find_plan._beside", lambda *_: frozenset())
     cluster = flat_cluster(8, 1e3)
     plan = solve(model, cluster, schedule="1f1b-flush", microbatches=16)
     assert len(model.layers) > STANDARD.answer.most_limited_cuts

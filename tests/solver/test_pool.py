@@ -11,7 +11,7 @@ from planner.formats.cluster import flat_cluster
 from planner.options.solving import Progress
 from planner.schedule.registry import find
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.improve.lateness import least_late
+from planner.solver.improve.improvement import least_late
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from tests.cost.test_overheads import on_cuda

@@ -1,4 +1,5 @@
-"""Improve the pool's best plan: local search on simulated times, and deeper pipelines.
+"""Improve the pool's best plan: local search on simulated times, deeper pipelines, and less late
+gradients.
 
 No change of one thing leads from nine replicas to a short pipeline, so local search begins at the
 fastest plan, and at the fastest of each of a few other numbers of stages. Where GPUs are of several
@@ -37,6 +38,24 @@ def improve(pool: Pool) -> None:
         searched = problem.with_room(pool.room)
     climb(pool, searched)
     deepen(pool, searched)
+
+
+def least_late(pool: Pool) -> None:
+    """Let the pool's best plan be the least late one of those that were simulated, and are nearly
+    as fast.
+    """
+    best = pool.best
+    if best is None or not best.simulated or not pool.problem.schedule.stashes:
+        return
+    seen = pool.problem.budget.seen.values()
+    nearly_s = best.seconds * pool.problem.tuning.evaluate.min_speedup_per_stale_update
+    near = [plan for plan in seen if plan.seconds < nearly_s]
+    allowed = [plan for plan in near if pool.problem.allows(plan) and pool.trains(plan)]
+    pool.best = min([best, *allowed], key=_lateness)
+
+
+def _lateness(plan: Evaluation) -> tuple[int, float]:
+    return max(plan.price.in_flight), plan.seconds
 
 
 def climb(pool: Pool, searched: Problem) -> None:

@@ -1,5 +1,4 @@
-"""Which cuts of a question's model are searched: all that it has, where these are few, or those
-along the order.
+"""Which cuts of a model are searched: all that it has, where these are few, or those in its order.
 
 A graph has few downsets where its branches are short or few. Otherwise the search takes the first
 layers in the profile's order up to each place, and `planner.solver.improve.branches` changes what
@@ -8,6 +7,7 @@ it finds. An answer says which.
 
 from dataclasses import dataclass
 
+from planner.formats.files import replace
 from planner.formats.plan_parts import ALONG_ORDER
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
@@ -94,3 +94,17 @@ def chooses_recomputation(problem: Problem) -> bool:
     each.
     """
     return problem.cluster.memory_bytes is not None and problem.recompute == "auto"
+
+
+def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
+    """Return the question with cuts after these layers only, by position, where the profile allows
+    them.
+    """
+    profile = problem.layer_costs.profile
+    forbidden = set(profile.no_cut_after)
+    for position, layer in enumerate(profile.layers):
+        if position not in ends:
+            forbidden.add(layer.name)
+    names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden)
+    coarser = problem.with_profile(replace(profile, no_cut_after=names))
+    return replace(coarser, precision=problem.tuning.chain.some_cuts_precision)

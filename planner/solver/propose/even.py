@@ -27,7 +27,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
-from planner.solver.propose.counts import counts_to_try
+from planner.solver.propose.regular import counts_to_try
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 
 

@@ -169,7 +169,7 @@ class ColumnsTuning:
 
 @dataclass(frozen=True)
 class RestrictedTuning:
-    """Of `planner.solver.search.restricted`: plans of simple kinds, which may wait less."""
+    """Of `planner.solver.propose.waiting`: plans of simple kinds, which may wait less."""
 
     # Every number of GPUs up to `most_dense_gpus` is tried: larger pipelines take longer to
     # simulate. Above, so many are tried from the cluster's number down, and some below.

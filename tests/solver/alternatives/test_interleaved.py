@@ -19,7 +19,7 @@ from planner.plan.trainable import check_trainable
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
-from planner.solver.alternatives.interleaved import prefer_interleaved_if_faster
+from planner.solver.alternatives.interleaved import interleaved, prefer_interleaved_if_faster
 from planner.solver.by_hand import equal_blocks
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
@@ -27,7 +27,6 @@ from planner.solver.find_plan import find_plan
 from planner.solver.fit import FitRequest, fit
 from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
-from planner.solver.propose.regular_interleaved import interleaved
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from tests.plan.test_blocks import transformer

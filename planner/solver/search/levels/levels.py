@@ -11,21 +11,30 @@ The time of the best path on the nearest flat cluster is a bound, and so is that
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
+from planner.cost.pricing import busy_resources
+from planner.cost.setting import Setting
 from planner.cost.work import Integers
 from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
+from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas
+from planner.solver.problem.result import (
+    RESOLUTION,
+    BoundedPath,
+    CutPath,
+    stages_along,
+    with_replicas,
+)
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.flat import flat_search, precision_of
 from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.levels.relaxed import Relaxed, Seconds, better
 
 
@@ -63,7 +72,7 @@ def _bounded(path: CutPath | None, bound_s: float) -> BoundedPath:
     return BoundedPath(path, bound_s if path is None else min(bound_s, path.seconds))
 
 
-def _relaxed(prices: PathPrices, answer: BoundedPath) -> BoundedPath:
+def _relaxed(prices: "PathPrices", answer: BoundedPath) -> BoundedPath:
     """Return the best path of the relaxed programme over all cuts with its bound, or over some."""
     problem = prices.problem
     space = prices.space
@@ -77,7 +86,7 @@ def _relaxed(prices: PathPrices, answer: BoundedPath) -> BoundedPath:
     return _bounded(refined, answer.bound_s)
 
 
-def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
+def _refined(prices: "PathPrices", best: CutPath | None) -> CutPath | None:
     """Return the best path of relaxed programmes over some of the cuts, in a few rounds."""
     problem = prices.problem
     most = Relaxed.states_that_fit(problem)
@@ -95,7 +104,7 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
     return best
 
 
-def _best_over(prices: PathPrices, states: Integers) -> CutPath | None:
+def _best_over(prices: "PathPrices", states: Integers) -> CutPath | None:
     """Return the best path of the relaxed programme over some states, as a path of the space."""
 
     def seconds(path: CutPath) -> float:
@@ -131,7 +140,7 @@ def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
 
 
 def _improved(
-    prices: PathPrices,
+    prices: "PathPrices",
     best: CutPath | None,
     starts: Sequence[CutPath],
 ) -> CutPath | None:
@@ -199,3 +208,57 @@ def _best_on(problem: Problem, space: CutSpace, link: Link) -> CutPath | None:
 def _whole_servers(replicas: int, size: int) -> int:
     """Return as many replicas as fill servers; as they are where they fill none."""
     return replicas // size * size or replicas
+
+
+@dataclass(frozen=True)
+class PathPrices:
+    """The prices of paths over one space."""
+
+    problem: Problem
+    space: CutSpace
+
+    def seconds(self, path: CutPath) -> float:
+        """Return seconds per minibatch by the cost model; infinite where memory is lacking."""
+        plan = priced_path(self.problem, self.space, path)
+        if self.problem.allows(plan):
+            return plan.seconds
+        return np.inf
+
+    def strain(self, path: CutPath) -> float:
+        """Return the seconds and a thousandth for how uneven the stages are.
+
+        Where several resources are equally busy, no single step of local search lowers the seconds;
+        evening out does. With b_s the seconds of the busiest resource of each of the r_s replicas
+        of stage s, and b the most of these, that is
+
+            b + 1/1000 · Σ r_s · b_s² / (GPUs · b)
+        """
+        if not self.problem.schedule.stashes:
+            return self.seconds(path)
+        if self._may_be_forbidden and not np.isfinite(self.seconds(path)):
+            return np.inf
+
+        busy_s = self._busiest_s(path)
+        most_s = max(busy_s)
+        if most_s <= 0:
+            return most_s
+        squares = sum(
+            replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True)
+        )
+        uneven_share = self.problem.tuning.levels.uneven_share
+        return most_s + uneven_share * squares / self.problem.cluster.gpus / most_s
+
+    @property
+    def _may_be_forbidden(self) -> bool:
+        """Whether a path may be one that the problem does not allow, so that each must be
+        priced.
+        """
+        limits = self.problem.limits
+        return limits.counts_gpus or limits.rules.max_stages is not None
+
+    def _busiest_s(self, path: CutPath) -> list[float]:
+        """Return the seconds of the busiest resource of each stage."""
+        stages = stages_along(self.space, path)
+        setting = Setting(self.problem.cluster)
+        resources = busy_resources(self.space.layer_costs, stages, setting)
+        return [max(float(seconds) for seconds in each.values()) for each in resources]

@@ -6,8 +6,7 @@ the quickest first.
 """
 
 from planner.solver.search.chain.variants.best import QuickestVariants
-from planner.solver.search.chain.variants.rows import numbered, taken
-from planner.solver.search.chain.variants.space import StageVariants, Variants
+from planner.solver.search.chain.variants.space import StageVariants, Variants, numbered, taken
 from planner.solver.search.chain.variants.stages import PartsOf, Stages, StageTables, stages_on
 
 __all__ = [

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.candidate import Groups, StageOptions, whole_stage
-from planner.cost.work import Footprint, Integers, Work
+from planner.cost.recomputation import Choices, Recomputation
+from planner.cost.work import Floats, Footprint, Integers, Record, Work
 from planner.formats.files import replace
+from planner.options.solving import RecomputeRule
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.variants.choices import KEPT, StageChoices, columns_of
-from planner.solver.search.chain.variants.rows import numbered, taken, with_columns
 from planner.stages.sharding import UNSHARDED
+
+# of a footprint, which choices decide
+KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")
 
 
 @dataclass(frozen=True)
@@ -258,3 +261,80 @@ class StageVariants:
             (choices,) = self._choices.of(state, [end])
             return choices.groups(choice)
         return whole_stage(self.space.layers(state, end), self.recomputes or choice > 0)
+
+
+class StageChoices:
+    """The choices under one rule. Many searches ask for them, so the layers' costs remember
+    them.
+    """
+
+    def __init__(self, space: CutSpace, rule: RecomputeRule) -> None:
+        self._space = space
+        self._known = space.layer_costs.memo.table(
+            (StageChoices, rule), lambda: _Known(Recomputation(space.layer_costs, rule))
+        )
+
+    def of(self, state: int, ends: Iterable[int]) -> list[Choices]:
+        """Return the choices of the stages from the state to each end; a stage's first
+        recomputes least.
+        """
+        spans = [self._space.span(state, end) for end in ends]
+        return self._known.of(spans)
+
+
+class _Known:
+    """The choices of what recomputes, by the layers of a stage."""
+
+    def __init__(self, recomputation: Recomputation) -> None:
+        self._recomputation = recomputation
+        self._choices: dict[Sequence[int], Choices] = {}
+
+    def of(self, spans: Sequence[Sequence[int]]) -> list[Choices]:
+        new = [*dict.fromkeys(span for span in spans if span not in self._choices)]
+        if new:
+            found = self._recomputation.several([tuple(span) for span in new])
+            self._choices.update(zip(new, found, strict=True))
+        return [self._choices[span] for span in spans]
+
+
+def columns_of(choices: list[Choices], names: Iterable[str], first: int = 0) -> dict[str, Floats]:
+    """Return columns of all choices of stages one after the other, from the `first` of each stage
+    on.
+    """
+    return {
+        name: np.concatenate([getattr(each, name)[first:] for each in choices]) for name in names
+    }
+
+
+def taken(
+    record: Record, rows: Integers | NDArray[np.bool_] | slice | tuple[Integers, ...]
+) -> Record:
+    """Return some rows of work or footprints, or entries of matrices; what has none is the same for
+    all.
+    """
+    columns = {}
+    for field in fields(record):
+        column = np.asarray(getattr(record, field.name))
+        columns[field.name] = column[rows] if column.ndim else column
+    return type(record)(**columns)
+
+
+def with_columns(
+    record: Record, rows: NDArray[np.bool_], columns: Mapping[str, ArrayLike]
+) -> Record:
+    """Return the record with other values in some rows of the named columns."""
+    changed = {}
+    for name, values in columns.items():
+        column = np.broadcast_to(getattr(record, name), rows.shape).copy()
+        column[rows] = values
+        changed[name] = column
+    return replace(record, **changed)
+
+
+def numbered(counts: Integers) -> tuple[Integers, Integers]:
+    """Return a row for each member of groups of so many: its group, and its number in the group
+    from 0.
+    """
+    group = np.repeat(np.arange(len(counts)), counts)
+    begin = np.cumsum(counts) - counts
+    return group, np.arange(len(group)) - begin[group]

@@ -24,10 +24,10 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
+from planner.solver.propose.integer import solve_ilp
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.integer.cbc import run
-from planner.solver.search.integer.ilp import solve_ilp
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import plans
