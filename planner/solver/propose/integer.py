@@ -172,11 +172,13 @@ def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
 
 def _seats(problem: Problem, answer: IlpAnswer) -> list[set[int]]:
     """Return the ranks of each stage, by augmenting paths: a replica may move to seat another."""
-    replicas = [number for number, stage in enumerate(answer.stages) for _ in range(stage.replicas)]
-    replica_on: dict[int, int] = {}  # by rank
+    # 1. The stage of each replica, and the replica on each rank.
+    stage_of = [number for number, stage in enumerate(answer.stages) for _ in range(stage.replicas)]
+    replica_on: dict[int, int] = {}
 
+    # 2. A seat for each replica.
     def seat(replica: int, tried: set[int]) -> bool:
-        for kind in sorted(answer.kinds[replicas[replica]]):
+        for kind in sorted(answer.kinds[stage_of[replica]]):
             for rank in problem.cluster.kind_ranks[kind]:
                 if rank in tried:
                     continue
@@ -186,9 +188,11 @@ def _seats(problem: Problem, answer: IlpAnswer) -> list[set[int]]:
                     return True
         return False
 
-    seated = [seat(replica, set()) for replica in range(len(replicas))]
+    seated = [seat(replica, set()) for replica in range(len(stage_of))]
     assert all(seated), "the program counts the GPUs of all sets of kinds"
+
+    # 3. Whose seats are a stage's ranks.
     ranks: list[set[int]] = [set() for _ in answer.stages]
     for rank, replica in replica_on.items():
-        ranks[replicas[replica]].add(rank)
+        ranks[stage_of[replica]].add(rank)
     return ranks

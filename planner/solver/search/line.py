@@ -75,13 +75,12 @@ class LineSearch:
         self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
 
         kinds = [kind for kind, _ in line]
-        count = len(kinds)
         self._runs: dict[int, _Run] = {}
-        for first, last in combinations_with_replacement(range(count), 2):
-            own = frozenset(kinds[first : last + 1])
-            number = first * count + last
+        for first, last in combinations_with_replacement(range(len(kinds)), 2):
+            number = first * len(kinds) + last
+            members = frozenset(kinds[first : last + 1])
             occurs = np.any(self._run_at == number, axis=1)
-            self._runs[number] = _Run(tables[own], occurs)
+            self._runs[number] = _Run(tables[members], occurs)
 
         self.space = self._runs[0].table.space
 
@@ -104,12 +103,12 @@ class LineSearch:
             openings[cut] = self._openings(cut, limit_s)
             for rows in _batches(len(openings[cut].run), batch):
                 stages = openings[cut].only(rows)
-                spans = self._run_at[stages.replicas - 1] == stages.run[:, None]
+                place = self._run_at[stages.replicas - 1]
+                spans = place == stages.run[:, None]
                 table.prepend(cut, rows, stages, spans)
             table.idle(cut)
 
-        fits = np.isfinite(table.sums[0, 0, self.gpus])
-        if not fits:
+        if not np.isfinite(table.sums[0, 0, self.gpus]):
             return None
         return self._trace(table, openings)
 
@@ -119,7 +118,8 @@ class LineSearch:
         for number, run in self._runs.items():
             stages = run.table.stages[cut]
             worth = _worth_a_try(stages, limit_s)
-            row, variant = np.nonzero(worth & run.occurs[: len(worth), None])
+            occurs = run.occurs[: len(worth), None]
+            row, variant = np.nonzero(worth & occurs)
             opening = _Openings(
                 run=np.full_like(variant, number),
                 variant=variant,
@@ -130,7 +130,9 @@ class LineSearch:
                 max_s=stages.max_s[row, variant],
             )
             columns.append(vars(opening).values())
-        return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
+
+        by_field = zip(*columns, strict=True)
+        return _Openings(*map(np.concatenate, by_field))
 
     def _trace(self, table: "_Table", openings: Mapping[int, "_Openings"]) -> CutPath:
         """Follow the choices from the first layer to the last."""
@@ -141,26 +143,31 @@ class LineSearch:
         max_s = 0.0
         gpus = self.gpus
         last = len(self.space) - 1
+
         while states[-1] < last:
+            # 1. The stage, before which some GPUs may idle.
             cut = states[-1]
-            # Some GPUs may idle before the stage.
             gpus = table.first_stage(len(options), cut, gpus)["begin"]
             first = table.first_stage(len(options), cut, gpus)
             stage = openings[cut].only(np.array(first["row"]))
 
+            # 2. How it runs.
             replicas = int(stage.replicas)
-            run = self._runs[int(stage.run)]
-            variants = run.table.stages[cut].variants
+            table_of_run = self._runs[int(stage.run)].table
+            variants = table_of_run.stages[cut].variants
             options.append(variants.options(int(stage.variant), replicas))
 
+            # 3. Its ranks.
             place = self.gpus - gpus
-            own = self._ranks[place : place + replicas]
-            ranks.append(tuple(sorted(own)))
+            taken = self._ranks[place : place + replicas]
+            ranks.append(tuple(sorted(taken)))
 
+            # 4. What comes after it.
             states.append(int(stage.end))
             sum_s += float(stage.sum_s)
             max_s = max(max_s, float(stage.max_s))
             gpus = first["after"]
+
         return CutPath(tuple(states), tuple(options), max_s, sum_s, tuple(ranks))
 
 

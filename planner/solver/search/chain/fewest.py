@@ -274,10 +274,12 @@ class Trial:
         # 1. A stage that misses the target without recomputing misses it in every way, so most
         # stages need no choice.
         work = taken(self.work, stage).shared_out(sharded)
-        meets, in_flight = self.fitting.allowed(
-            np.full(len(stage), sharded), replicas, self.after[stage]
+        allowed, in_flight = self.fitting.allowed(
+            np.full(len(stage), sharded),
+            replicas,
+            self.after[stage],
         )
-        meets &= model.stage_s(work, replicas) <= self.target_s
+        meets = allowed & (model.stage_s(work, replicas) <= self.target_s)
         how = np.where(meets, RECOMPUTING if variants.recomputes else PLAIN, MISSED)
         if variants.limits.memory_bytes is None:
             return how
@@ -293,6 +295,7 @@ class Trial:
             in_flight[rows],
         )
         work = replace(taken(work, rows), recompute_s=recompute_s)
-        still = (choice >= 0) & (model.stage_s(work, replicas[rows]) <= self.target_s)
-        how[rows] = np.where(still, np.where(choice == 0, how[rows], RECOMPUTING), MISSED)
+        in_time = model.stage_s(work, replicas[rows]) <= self.target_s
+        chosen = np.where(choice == 0, how[rows], RECOMPUTING)
+        how[rows] = np.where((choice >= 0) & in_time, chosen, MISSED)
         return how

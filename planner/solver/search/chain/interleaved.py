@@ -83,17 +83,20 @@ class InterleavedSearch:
         bounds: list[float] = []
         fastest_s = np.inf
         for shape in self.shapes():
-            if self.bound_s(shape) >= fastest_s * (1 - RESOLUTION):
+            bound_s = self.bound_s(shape)
+            if bound_s >= fastest_s * (1 - RESOLUTION):
                 break  # the bounds of all that follow are no lower
             if paths and self.limits.clock.passed:
-                bounds.append(self.bound_s(shape))  # the least of those that follow
+                bounds.append(bound_s)  # the least of those that follow
                 break
+
             path, exact = self.within(shape)
             if path is not None:
                 paths.append(path)
                 fastest_s = min(fastest_s, path.seconds)
             if not exact or self.sampled:
-                bounds.append(self.bound_s(shape))
+                bounds.append(bound_s)
+
         paths.sort(key=lambda path: (path.seconds, sum(path.replicas)))
         return paths, min([*bounds, fastest_s])
 
@@ -144,17 +147,23 @@ class InterleavedSearch:
         """Return the best cuts that were found, and whether no others are better."""
         stages = pricing.shape.workers * pricing.shape.chunks
         last = len(self._stages.space) - 1
-        # Equal parts win a tie: others wait less for stages that differ less, which the cost does
-        # not see.
-        best = pricing.least(_equal_parts(self._stages.space, stages)[None])
+        tuning = self.limits.tuning
 
-        if math.comb(last - 1, stages - 1) > self.limits.tuning.interleaved.most_tried:
+        # 1. Equal parts win a tie: others wait less for stages that differ less, which the cost
+        #    does not see.
+        equal = _equal_parts(self._stages.space, stages)
+        best = pricing.least(equal[None])
+
+        # 2. Many ways to cut are not all tried.
+        if math.comb(last - 1, stages - 1) > tuning.interleaved.most_tried:
             return _descended(pricing, best), False
 
+        # 3. Few are.
         exact = True
         inner = combinations(range(1, last), stages - 1)
-        while batch := list(islice(inner, self.limits.tuning.arrays.batch_cuts)):
-            least = pricing.least(np.array([(0, *cuts, last) for cuts in batch]))
+        while batch := list(islice(inner, tuning.arrays.batch_cuts)):
+            rows = [(0, *cuts, last) for cuts in batch]
+            least = pricing.least(np.array(rows))
             exact &= least.settled
             if least.key < best.key:
                 best = least
@@ -168,15 +177,18 @@ class InterleavedSearch:
         sharding = UNSHARDED
         if sharded:
             sharding = UNSHARDED.of_optimizer_alone()
+
         options = []
-        for ends, recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes, strict=True):
+        ends_of_stages = pairwise(cuts.states.tolist())
+        for ends, recomputes in zip(ends_of_stages, cuts.recomputes, strict=True):
             groups = self._stages.variants.groups(*ends, 0)
             if not groups:
                 groups = whole_stage(space.layers(*ends), bool(recomputes))
             stage = StageOptions(shape.replicas, recompute=groups)
             options.append(stage.with_sharding(sharding))
-        states = tuple(self._states[cuts.states].tolist())
-        return CutPath(states, tuple(options), cuts.seconds)
+
+        states = self._states[cuts.states].tolist()
+        return CutPath(tuple(states), tuple(options), cuts.seconds)
 
 
 @dataclass(frozen=True)
@@ -290,17 +302,23 @@ class _Pricing:
         if limits.memory_bytes is None:
             return np.zeros(len(rows)), recomputes, True
 
+        # 1. What each stage holds as it is, and if it recomputes.
         footprint = self._footprint(rows)
         in_flight = np.array(self.shape.in_flight())
         plain = footprint.total_bytes(in_flight, 1)
         lean = footprint.recomputed().total_bytes(in_flight, 1)
+
+        # 2. Which stages do.
         settled = True
         if limits.rules.recompute == "auto":
             recomputes, settled = self._choose(plain, lean, work, limits.memory_bytes)
 
-        # By the rule, the footprint is that of stages that recompute.
-        held = plain if by_rule else np.where(recomputes, lean, plain)
-        over_bytes = np.maximum(self.shape.total(held) - limits.memory_bytes, 0.0)
+        # 3. What workers lack. By the rule, the footprint is that of stages that recompute.
+        held = plain
+        if not by_rule:
+            held = np.where(recomputes, lean, plain)
+        excess_bytes = self.shape.total(held) - limits.memory_bytes
+        over_bytes = np.maximum(excess_bytes, 0.0)
         return over_bytes.sum(axis=-1), recomputes, settled
 
     def _choose(
@@ -316,29 +334,34 @@ class _Pricing:
         A worker's first chunk also delays the workers behind it. If leaving it out costs the worker
         itself more time, the choice may not be the best one.
         """
-        shape = self.shape
         # 1. Every choice of chunks, with what it saves and what it costs; [rows, chunks, workers].
-        masks = np.arange(2**shape.chunks)
-        choices = (masks[:, None] >> np.arange(shape.chunks)) & 1
+        shape = self.shape
+        masks = np.arange(2**shape.chunks)[:, None]
+        choices = (masks >> np.arange(shape.chunks)) & 1
         saved = (plain - lean)[:, shape.stages]
         extra_s = work.forward_s[:, shape.stages]
+
         excess = shape.total(plain) - float(memory_bytes)
-        enough = np.einsum("oc,ncw->now", choices, saved) >= excess[:, None]
-        cost_s = np.where(enough, np.einsum("oc,ncw->now", choices, extra_s), np.inf)
+        saved_by_choice = np.einsum("oc,ncw->now", choices, saved)
+        enough = saved_by_choice >= excess[:, None]
+        extra_by_choice_s = np.einsum("oc,ncw->now", choices, extra_s)
+        cost_s = np.where(enough, extra_by_choice_s, np.inf)
 
         # 2. The quickest; ties go to fewer chunks, and then to later ones.
         order = np.lexsort((choices[:, 0], choices.sum(axis=1)))
         pick = order[cost_s[:, order].argmin(axis=1)]
         least_s = cost_s.min(axis=1)
-        pick = np.where(np.isfinite(least_s), pick, len(choices) - 1)
+        fits = np.isfinite(least_s)
+        pick = np.where(fits, pick, len(choices) - 1)
 
         # 3. Whether a choice without the first chunk may be better for those behind.
-        without_s = cost_s[:, choices[:, 0] == 0].min(axis=1)
-        settled = not np.any(np.isfinite(least_s) & np.isfinite(without_s) & (without_s > least_s))
+        keeps_first = choices[:, 0] == 0
+        without_s = cost_s[:, keeps_first].min(axis=1)
+        may_be_better = fits & np.isfinite(without_s) & (without_s > least_s)
 
         recomputes = np.zeros(plain.shape, dtype=bool)
         recomputes[:, shape.stages] = choices[pick].transpose(0, 2, 1)
-        return recomputes, settled
+        return recomputes, not np.any(may_be_better)
 
 
 def _descended(pricing: _Pricing, start: _Cuts) -> _Cuts:

@@ -50,19 +50,23 @@ class Walk:
         """
         last = len(self.stages)
         table = LeastSums(last, self.gpus, most_stages, "variant", "replicas")
+
         # A plan that respects the limit needs some GPUs before each state, and some after it.
         room = self.gpus - self._needed_before(limit_s)
         needed_after = np.full(last + 1, self.gpus + 1, dtype=np.int64)
         needed_after[last] = 0
 
-        for state in range(last - 1, -1, -1):
+        for state in reversed(range(last)):
             self.clock.check()
             most = int(room[state])
-            for variant, replicas in self._trials(state, limit_s, most, needed_after):
+            trials = self._trials(state, limit_s, most, needed_after)
+            for variant, replicas in trials:
                 self._prepend(table, state, variant, replicas, most)
+
             reached = table.reached(state)
             if len(reached):
                 needed_after[state] = reached[0]
+
         return self._trace(table)
 
     def _prepend(
@@ -72,8 +76,11 @@ class Walk:
         stages = self.stages[state]
         ends = stages.variants.ends[variant, None]
         sum_s = stages.sum_s[variant, None]
+
+        # By stage and GPUs: those that are left after the stage, and that may be at work there.
         left = np.arange(most + 1) - replicas[:, None]
-        after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, variant][:, None])
+        allowed = stages.after[replicas - 1, variant][:, None]
+        after = np.minimum(np.maximum(left, 0), allowed)
 
         for number, rest in table.tables():
             totals = sum_s + table.sums[rest][ends, after]
@@ -84,16 +91,17 @@ class Walk:
         """Return the fewest GPUs that the layers before each state need within the limit; more than
         all if too many.
         """
-        needed = np.full(len(self.stages) + 1, self.gpus + 1, dtype=np.int64)
+        too_many = self.gpus + 1
+        needed = np.full(len(self.stages) + 1, too_many, dtype=np.int64)
         needed[0] = 0
         for state, stages in enumerate(self.stages):
-            if needed[state] <= self.gpus and len(stages.variants):
-                meets = stages.max_s <= limit_s
-                fewest = np.where(
-                    meets.any(axis=0), self.replicas[meets.argmax(axis=0)], self.gpus + 1
-                )
-                np.minimum.at(needed, stages.variants.ends, needed[state] + fewest)
-        return np.minimum(needed, self.gpus + 1)
+            if needed[state] > self.gpus or not len(stages.variants):
+                continue
+            meets = stages.max_s <= limit_s
+            first = self.replicas[meets.argmax(axis=0)]
+            fewest = np.where(meets.any(axis=0), first, too_many)
+            np.minimum.at(needed, stages.variants.ends, needed[state] + fewest)
+        return np.minimum(needed, too_many)
 
     def _trials(
         self, state: int, limit_s: float, room: int, needed_after: Integers
@@ -105,6 +113,7 @@ class Walk:
         after the stage than fewer replicas do, or ways with a smaller sum. `room` is for the stage
         and those after it.
         """
+        # 1. Replicas that leave enough for the stages after this one.
         stages = self.stages[state]
         needed = needed_after[stages.variants.ends]
         left = room - needed
@@ -113,14 +122,19 @@ class Walk:
             return
         replicas = self.replicas[:most, None]
         after = stages.after[:most]
-        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed)
+        in_time = stages.max_s[:most] <= limit_s
+        may = in_time & (replicas <= left) & (after >= needed)
 
-        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so
-        # that each begins anew.
+        # 2. Those that allow more GPUs after the stage than fewer replicas do. Numbers grow from
+        #    stage to stage, so that the maximum of each begins anew.
         begin = stages.variants.stage * (self.gpus + 2)
-        most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
+        allowed = np.where(may, after + 1, 0)
+        most_after = np.maximum.accumulate(allowed, axis=0) + begin
         with_fewer = np.concatenate((begin[None], most_after[:-1]))
-        worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
+        lacking = with_fewer - begin - 1 < room - replicas
+        worth = may & (most_after > with_fewer) & lacking
+
+        # 3. The ways of a stage stand together, by their sums: later ones must allow more.
         if stages.by_sum:
             most_after = np.maximum.accumulate(most_after, axis=1)
             worth[:, 1:] &= most_after[:, 1:] > most_after[:, :-1]
@@ -134,10 +148,11 @@ class Walk:
     def _trace(self, table: LeastSums) -> CutPath | None:
         """Follow the choices from the first state; None where nothing reaches it."""
         sums = table.sums[0, 0]
-        if not np.isfinite(sums[self.gpus]):
+        least_s = sums[self.gpus]
+        if not np.isfinite(least_s):
             return None
         # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
-        gpus = int(np.argmax(sums <= sums[self.gpus] * (1 + RESOLUTION)))
+        gpus = int(np.argmax(sums <= least_s * (1 + RESOLUTION)))
 
         states = [0]
         options: list[StageOptions] = []
@@ -148,11 +163,12 @@ class Walk:
             first = table.first_stage(len(options), states[-1], gpus)
             variant = first["variant"]
             replicas = first["replicas"]
-            row = replicas - 1
+            place = replicas - 1, variant
 
             states.append(int(stages.variants.ends[variant]))
             options.append(stages.variants.options(variant, replicas * self.unit))
             sum_s += float(stages.sum_s[variant])
-            max_s = max(max_s, float(stages.max_s[row, variant]))
-            gpus = min(gpus - replicas, int(stages.after[row, variant]))
+            max_s = max(max_s, float(stages.max_s[place]))
+            gpus = min(gpus - replicas, int(stages.after[place]))
+
         return CutPath(tuple(states), tuple(options), max_s, sum_s)

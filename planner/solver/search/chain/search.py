@@ -224,20 +224,26 @@ class Search:
 
         before(J) = min over I of  before(I) + fewest_replicas(I, J, T)        before(first) = 0
         """
-        target_s *= 1 + 4 * RESOLUTION  # the last walk asks for a little more than the best time
+        # The last walk asks for a little more than the best time.
+        target_s *= 1 + 4 * RESOLUTION
 
-        # States that the last walk did not reach stay out of reach for all smaller targets.
-        before = np.where(self._least_after < IMPOSSIBLE, self.gpus + 1, IMPOSSIBLE)
+        # 1. States that the last walk did not reach stay out of reach for all smaller targets.
+        reached = self._least_after < IMPOSSIBLE
+        before = np.where(reached, self.gpus + 1, IMPOSSIBLE)
         before[0] = 0
         useful = np.flatnonzero(self._least_after <= self.gpus)
+
+        # 2. From each state, the stages that leave enough GPUs for those after them.
         for number, state in enumerate(useful.tolist()):
             self.limits.clock.check()
             ends = self.space.containing(state, useful[number + 1 :])
             least = self._fewest.by_compute(state, ends, target_s)
-            ends = ends[before[state] + least + self._least_after[ends] <= self.gpus]
+            needed = before[state] + least + self._least_after[ends]
+            ends = ends[needed <= self.gpus]
             if len(ends):
                 replicas = self._fewest.whatever_memory(state, ends, target_s)
                 before[ends] = np.minimum(before[ends], before[state] + replicas)
+
         self._most_after = np.minimum(self._most_after, self.gpus - before)
 
     def suffixes(
@@ -265,12 +271,13 @@ class Search:
         after = sum(replicas)
         options = list[StageOptions]()
         seconds = 0.0
-        for (state, end), r in zip(pairwise(states), replicas, strict=True):
-            after -= r
-            quickest = self._fewest.quickest(state, end, np.array([r]), after, target_s)
+        for (state, end), count in zip(pairwise(states), replicas, strict=True):
+            after -= count
+            quickest = self._fewest.quickest(state, end, np.array([count]), after, target_s)
             assert quickest is not None
-            options.append(quickest[0])
-            seconds = max(seconds, quickest[1])
+            stage_options, stage_s = quickest
+            options.append(stage_options)
+            seconds = max(seconds, stage_s)
         return CutPath(tuple(states), tuple(options), seconds)
 
     def single_stage(self) -> CutPath | None:

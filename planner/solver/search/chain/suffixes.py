@@ -71,17 +71,23 @@ class Suffixes:
         return order * above_all + self._recomputing[rows, states] + recomputes
 
     def put(
-        self, row: int, state: int, end: int, replicas: int, gpus: int, recomputes: bool
+        self,
+        row: int,
+        state: int,
+        end: int,
+        replicas: int,
+        gpus: int,
+        recomputes: bool,
     ) -> None:
         """Keep a suffix: a stage from `state` to `end`, and what stands there in this row of
         `following`.
         """
-        own = row + self._numbered
-        self.gpus[own, state] = gpus
-        self._end[own, state] = end
-        self._replicas[own, state] = replicas
-        self._stages[own, state] = self._stages[row, end] + 1
-        self._recomputing[own, state] = self._recomputing[row, end] + recomputes
+        place = row + self._numbered, state
+        self.gpus[place] = gpus
+        self._end[place] = end
+        self._replicas[place] = replicas
+        self._stages[place] = self._stages[row, end] + 1
+        self._recomputing[place] = self._recomputing[row, end] + recomputes
 
         if self.reached[0] != state:
             self._first_reached -= 1

@@ -130,9 +130,9 @@ class SynchronousSearch:
         """Return a limit that leaves out nothing but plans slower than one that is balanced
         well.
         """
-        everything = self.space.work(0, np.array([len(self.space) - 1]))
-        balanced_s = float(self.model.microbatches * everything.compute_s[0])
-        limit_s = balanced_s / (self._walk.gpus * self._unit)
+        balanced_s = float(self.model.microbatches * self._everything.compute_s[0])
+        gpus = self._walk.gpus * self._unit
+        limit_s = balanced_s / gpus
         if limit_s <= 0 or self.within(np.inf) is None:
             return np.inf
 
@@ -140,27 +140,33 @@ class SynchronousSearch:
         while answer is None:
             limit_s *= self._tuning.limit_ratio
             answer = self.within(limit_s)
-        return max(answer.seconds * self._tuning.limit_ratio - self._least_s, answer.max_s)
+        enough_s = answer.seconds * self._tuning.limit_ratio
+        return max(enough_s - self._least_s, answer.max_s)
+
+    @property
+    def _everything(self) -> Work:
+        """The work of all layers as one stage."""
+        return self.space.work(0, np.array([len(self.space) - 1]))
 
     @property
     def _least_s(self) -> float:
         """Seconds that no plan's sum is below: those of one stage that waits for no messages."""
-        everything = self.space.work(0, np.array([len(self.space) - 1]))
-        least = self.limits.least(everything, self.space.layer_costs.profile)
+        least = self.limits.least(self._everything, self.space.layer_costs.profile)
         return float(self.model.sum_s(least.without_transfers())[0])
 
     def _tables(self, most_replicas: int, gpus: int) -> _Known:
         """Return the stages of the space for this model, which other searches over it share."""
         model = self.model
         tables: dict[Hashable, _Known] = self.space.memo.table(SynchronousSearch, dict)
-        alike = replace(
-            self.limits, clock=NO_LIMIT, rules=replace(self.limits.rules, max_stages=None)
-        )
-        # Links that take the same seconds are one key, however their all-reduces' bandwidth is
-        # written.
+
+        # 1. Links that take the same seconds are one key, however their all-reduces' bandwidth is
+        #    written.
+        rules = replace(self.limits.rules, max_stages=None)
+        alike = replace(self.limits, clock=NO_LIMIT, rules=rules)
         link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)
         key = model.schedule.name, model.microbatches, link, alike
 
+        # 2. What is not known yet is computed.
         if key not in tables:
 
             def parts_s(work: Work, replicas: Integers) -> tuple[Floats, Floats]:
@@ -174,8 +180,10 @@ class SynchronousSearch:
                 most_replicas,
                 gpus,
                 self._unit,
-            ).all()
-            tables[key] = _Known(stages)
+            )
+            tables[key] = _Known(stages.all())
+
+        # 3. Too much to keep is forgotten.
         known = tables[key]
         entries = sum(stages.after.size for each in tables.values() for stages in each.stages)
         if entries > self._tuning.most_kept_entries:

@@ -245,19 +245,24 @@ def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
     """Return each candidate stage between the nodes where it may be."""
     gpus = problem.cluster.gpus
     most = problem.tuning.integer.most_arcs
-    # Nodes with GPUs multiply the arcs, so they are only made where a stage limits those after it.
+
+    # 1. Nodes with GPUs multiply the arcs, so they are only made where a stage limits those after
+    #    it.
     if all(column.most_after >= gpus - column.replicas for column in columns.all):
         arcs = [_Arc(column, (column.start, -1), (column.end, -1)) for column in columns.all]
         _refuse_many(arcs, most)
         return arcs
 
+    # 2. No GPUs come after the last stage, and some after all others.
     arcs = []
     for column in columns.all:
-        for after in range(min(column.most_after, gpus - column.replicas) + 1):
-            # No GPUs come after the last stage, and some after all others.
-            if (column.end == columns.last) == (after == 0):
-                before = after + column.replicas
-                arcs.append(_Arc(column, (column.start, before), (column.end, after)))
+        is_last = column.end == columns.last
+        most_after = min(column.most_after, gpus - column.replicas)
+        for after in range(most_after + 1):
+            if is_last == (after == 0):
+                tail = column.start, after + column.replicas
+                head = column.end, after
+                arcs.append(_Arc(column, tail, head))
         _refuse_many(arcs, most)
     return arcs
 

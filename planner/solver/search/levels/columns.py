@@ -54,10 +54,10 @@ def search_columns(
         best: the best plan on consecutive ranks, by the cost model.
     """
     tuning = problem.tuning.columns
-    gpus = problem.cluster.gpus
-    if gpus > tuning.most_gpus or len(space) > tuning.most_states:
+    if problem.cluster.gpus > tuning.most_gpus or len(space) > tuning.most_states:
         return BoundedPlans((), nearest.seconds)
 
+    # 1. The fastest of each number of columns.
     bound_s = np.inf
     paths = [nearest]
     hopeless: list[int] = []  # numbers of columns, of which no multiple is faster either
@@ -73,13 +73,15 @@ def search_columns(
         for path in faster:
             bound_s = min(bound_s, path.seconds * (1 - tuning.precision))
 
-    # Without precision not all numbers of columns are tried.
+    # 2. A bound on all. Without precision not all numbers of columns are tried.
     tried_all = problem.precision == 0 and not problem.clock.passed
     if tried_all:
         bound_s = max(bound_s, nearest.seconds)
     else:
         bound_s = nearest.seconds
-    return BoundedPlans(_ColumnPlans(problem, space).best(paths), bound_s)
+
+    plans = _ColumnPlans(problem, space).best(paths)
+    return BoundedPlans(plans, bound_s)
 
 
 def _numbers_of_columns(problem: Problem) -> list[int]:
@@ -132,16 +134,20 @@ def _flat_searches(
     topology = problem.topology
     near = topology.link(0)
     far = replace(near, all_reduce_bandwidth_bytes_per_s=float(topology.ring_bytes_per_s[1]))
-    within_two_servers = 2 * int(topology.groups[0]) - 1
-    few = replace(problem.limits, gpus=min(problem.limits.gpus, within_two_servers))
 
-    if problem.schedule.asynchronous:
-        everywhere = MultiplesModel(replica_model(far), columns)
-        yield MultiplesSearch(space, everywhere, problem.limits)
-        yield MultiplesSearch(space, MultiplesModel(NearestModel(topology), columns), few)
-    else:
-        yield SynchronousSearch(space, problem.synchronous(far), problem.limits, columns)
+    limits = problem.limits
+    within_two_servers = 2 * int(topology.groups[0]) - 1
+    few = replace(limits, gpus=min(limits.gpus, within_two_servers))
+
+    if not problem.schedule.asynchronous:
+        yield SynchronousSearch(space, problem.synchronous(far), limits, columns)
         yield SynchronousSearch(space, problem.synchronous(near), few, columns)
+        return
+
+    everywhere = MultiplesModel(replica_model(far), columns)
+    nearby = MultiplesModel(NearestModel(topology), columns)
+    yield MultiplesSearch(space, everywhere, limits)
+    yield MultiplesSearch(space, nearby, few)
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,12 @@ class NearestModel(ReplicaModelLike):
         for size, model in zip(self._group_sizes, self._levels, strict=True):
             undecided = (fewest >= IMPOSSIBLE) & (least <= size)
             if undecided.any():
-                whole = undecided.ndim == 1 and undecided.all()
-                part = work if whole else taken(work, undecided)
+                everything = undecided.ndim == 1 and undecided.all()
+                part = work if everything else taken(work, undecided)
                 floor = np.maximum(at_least[undecided], smaller + 1)
-                found = model.fewest_replicas(part, target_s, floor, after[undecided])
-                found = np.maximum(found, floor)
-                fewest[undecided] = np.where(found <= size, found, IMPOSSIBLE)
+                replicas = model.fewest_replicas(part, target_s, floor, after[undecided])
+                replicas = np.maximum(replicas, floor)
+                fewest[undecided] = np.where(replicas <= size, replicas, IMPOSSIBLE)
             smaller = size
         return fewest
 

@@ -124,12 +124,13 @@ def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
     last = len(space) - 1
     cuts = () if best is None else best.states[1:-1]
 
-    # Half of them are from everywhere, in case the best plan so far is far from the optimum.
+    # 1. Half of them are from everywhere, in case the best plan so far is far from the optimum.
     spread = most // 2 if cuts else most
     targets_s = np.linspace(0, float(space.compute_s[-1]), spread)
-    everywhere = np.minimum(np.searchsorted(space.compute_s, targets_s), last)
-    chosen = {0, last, *everywhere.tolist()}
+    everywhere = np.searchsorted(space.compute_s, targets_s)
+    chosen = {0, last, *np.minimum(everywhere, last).tolist()}
 
+    # 2. The others are ever farther from the cuts of the best path.
     distance = 0
     while cuts and len(chosen) < min(most, last + 1):
         for cut in cuts:
@@ -170,15 +171,16 @@ def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> Local
 
 def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutPath]:
     """Yield paths that are best where all links are like one of the cluster's, and by servers."""
+    # 1. These are only candidates, so some of many cuts will do.
     states = np.arange(len(space))
     some = space
     most_states = problem.tuning.levels.most_alike_states
-    if len(space) > 2 * most_states:  # these are only candidates, so some of the cuts will do
+    if len(space) > 2 * most_states:
         states = space.spread(most_states)
         some = space.only(states)
-    # The best path on the nearest flat cluster is the best one for the innermost links.
-    is_known = some is space and not problem.schedule.asynchronous
 
+    # 2. The best path on the nearest flat cluster is the best one for the innermost links.
+    is_known = some is space and not problem.schedule.asynchronous
     for number, link in enumerate(_links(problem.topology)):
         if problem.clock.passed:
             return
@@ -186,11 +188,14 @@ def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutP
             path = nearest if is_known and number == 0 else _best_on(problem, some, link)
         except OutOfTimeError:
             return
-        if path is not None:
-            path = path.over(states)
-            yield path
-            for _, size, _, _ in problem.topology.shared:
-                yield with_replicas(path, [_whole_servers(r, size) for r in path.replicas])
+        if path is None:
+            continue
+
+        path = path.over(states)
+        yield path
+        for _, size, _, _ in problem.topology.shared:
+            whole = [_whole_servers(replicas, size) for replicas in path.replicas]
+            yield with_replicas(path, whole)
 
 
 def _links(topology: Topology) -> Iterator[Link]:

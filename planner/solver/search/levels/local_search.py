@@ -135,13 +135,16 @@ class Neighbours:
     def stages_split(self, path: CutPath) -> Iterator[Shape]:
         """Yield plans with a stage split in two, on its replicas or, if a GPU is left, one more."""
         for stage, replicas in enumerate(path.replicas):
-            cuts = self._cuts_inside(*path.states[stage : stage + 2])
+            start, end = path.states[stage : stage + 2]
+            cuts = self._cuts_inside(start, end)
             most = replicas
             if path.gpus < self._gpus:
                 most = replicas + 1
+
             for both in range(replicas, most + 1):
                 for first, cut in product(range(1, both), cuts):
-                    yield _with(path, stage, stage + 1, (cut,), (first, both - first))
+                    halves = first, both - first
+                    yield _with(path, stage, stage + 1, (cut,), halves)
 
     def replicas_moved(self, path: CutPath) -> Iterator[Shape]:
         """Yield plans with a replica moved, removed or added, or with two stages' replicas swapped.
@@ -154,7 +157,8 @@ class Neighbours:
         yield path.states, replicas
 
         # 1. From each stage to each: swapped, added, and moved (removed if they are the same).
-        for giver, taker in product(range(len(replicas)), repeat=2):
+        stages = range(len(replicas))
+        for giver, taker in product(stages, repeat=2):
             fewer = replicas[giver] - 1
             more = replicas[taker] + 1
             if giver < taker and replicas[giver] != replicas[taker]:
@@ -166,7 +170,8 @@ class Neighbours:
                 yield from self._changed(path, {taker: more, giver: fewer})
 
         # 2. Of two stages, the one's replicas divide the other's.
-        for stage, both in enumerate(map(sum, pairwise(replicas))):
+        sums = map(sum, pairwise(replicas))
+        for stage, both in enumerate(sums):
             for fewer in _divisors(both):
                 more = both - fewer
                 yield from self._changed(path, {stage: fewer, stage + 1: more})
@@ -176,14 +181,17 @@ class Neighbours:
         """Yield plans with a cut moved by 1, 2, 4, ... states, later and earlier."""
         for stage in range(len(path.replicas) - 1):
             start, cut, end = path.states[stage : stage + 3]
+            replicas = path.replicas[stage : stage + 2]
             between = self._space.between(start, end)
             place = int(np.searchsorted(between, cut))
-            distances = [2**power for power in range((len(between) + 1).bit_length())]
+
+            doublings = (len(between) + 1).bit_length()
+            distances = [2**power for power in range(doublings)]
             for direction, distance in product((1, -1), distances):
                 moved = place + direction * distance
                 if 0 <= moved < len(between):
-                    replicas = path.replicas[stage : stage + 2]
-                    yield _with(path, stage, stage + 2, (int(between[moved]),), replicas)
+                    cuts = (int(between[moved]),)
+                    yield _with(path, stage, stage + 2, cuts, replicas)
 
     def _cuts_inside(self, start: int, end: int) -> list[int]:
         """Return the cuts at some shares of the compute between two states."""
@@ -197,13 +205,14 @@ class Neighbours:
 
     def _changed(self, path: CutPath, changes: Mapping[int, int]) -> Iterator[Shape]:
         """Yield the path with other replicas of some stages, at its cuts and at cuts to match."""
-        replicas = tuple(changes.get(stage, r) for stage, r in enumerate(path.replicas))
+        replicas = tuple(changes.get(stage, count) for stage, count in enumerate(path.replicas))
         yield path.states, replicas
 
         # The stages' shares of the compute change as their replicas do.
-        stages_s = np.diff(self._compute_s[list(path.states)])
-        ends_s = np.cumsum(stages_s * replicas / path.replicas)
-        targets_s = self._compute_s[-1] * ends_s / ends_s[-1]
+        ends_s = self._compute_s[list(path.states)]
+        stages_s = np.diff(ends_s) * replicas / path.replicas
+        changed_s = np.cumsum(stages_s)
+        targets_s = self._compute_s[-1] * changed_s / changed_s[-1]
         cuts = self._space.cuts_at(targets_s[:-1])
         if cuts is not None:
             yield (0, *cuts, path.states[-1]), replicas

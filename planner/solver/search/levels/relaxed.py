@@ -116,14 +116,16 @@ class Relaxed:
         least_s = self._least_maximum_s(gpus)
         if not np.isfinite(least_s):
             return np.inf, []
+
         least_sum = partial(self._least_sum, gpus)
+        most = self._tuning.most_trades
         if self._problem.schedule.asynchronous:  # all sums are zero
             paths = list(islice(trade_offs(least_sum, least_s), 1))
         else:
-            paths = list(islice(trade_offs(least_sum, every=True), self._tuning.most_trades))
+            paths = list(islice(trade_offs(least_sum, every=True), most))
 
         bounds = [path.seconds for path in paths]
-        if len(paths) == self._tuning.most_trades:
+        if len(paths) == most:
             bounds.append(paths[-1].sum_s + least_s)
         return min(bounds, default=np.inf), paths
 
@@ -141,13 +143,16 @@ class Relaxed:
         choices = np.zeros(least.shape, dtype=np.int64)  # of replicas - 1 and way, as one number
         for start in self._starts(gpus):
             within = start.fits & (start.max_s <= limit_s)
-            totals = np.where(within, start.sum_s + least[start.rest], np.inf)
+            sums = start.sum_s + least[start.rest]
+            totals = np.where(within, sums, np.inf)
             choice = totals.argmin()
             choices[start.at] = choice
             least[start.at] = totals.flat[choice]
-        if not np.isfinite(least[0, 0]):
+
+        total_s = float(least[0, 0])
+        if not np.isfinite(total_s):
             return None
-        return self._trace(choices, float(least[0, 0]))
+        return self._trace(choices, total_s)
 
     def _table(self, gpus: int) -> Floats:
         """Return M or S by cut and rank, with what it is after the last layer."""
@@ -159,14 +164,16 @@ class Relaxed:
 
     def _starts(self, gpus: int) -> Iterator[_Start]:
         """Yield the stages of each cut and each rank, from the last cut to the first."""
+        places = self._places
         in_flight = [self._in_flight(gpus - rank) for rank in range(gpus)]
+
         for state in reversed(range(self._last)):
             self._limits.clock.check()
             bounds = self._bounds[state]
             for rank in range(gpus):
                 left = gpus - rank
-                phase = rank % self._places.phases
-                after = rank + self._places.replicas[:left, None]
+                phase = rank % places.phases
+                after = rank + places.replicas[:left, None]
                 yield _Start(
                     at=(state, rank),
                     fits=in_flight[rank] <= bounds.most[:left],
@@ -190,12 +197,18 @@ class Relaxed:
         rank = 0
         max_s = 0.0
         while states[-1] < self._last:
-            bounds = self._bounds[states[-1]]
-            row, variant = divmod(int(choices[states[-1], rank]), len(bounds.variants))
-            max_s = max(max_s, float(bounds.max_s[rank % self._places.phases, row, variant]))
-            options.append(bounds.variants.options(variant, row + 1))
+            state = states[-1]
+            bounds = self._bounds[state]
+            choice = int(choices[state, rank])
+            row, variant = divmod(choice, len(bounds.variants))
+            replicas = row + 1
+
+            phase = rank % self._places.phases
+            max_s = max(max_s, float(bounds.max_s[phase, row, variant]))
+            options.append(bounds.variants.options(variant, replicas))
             states.append(int(bounds.ends[variant]))
-            rank += row + 1
+            rank += replicas
+
         return CutPath(tuple(states), tuple(options), max_s, sum_s)
 
 
@@ -204,9 +217,13 @@ def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | Non
     seconds = price(path)
     if not np.isfinite(seconds):
         return best
+
     priced = path.that_takes(seconds)
     if best is None or seconds < best.seconds * (1 - RESOLUTION):
         return priced
-    equal = seconds <= best.seconds * (1 + RESOLUTION)
-    leaner = (path.gpus, len(path.replicas)) < (best.gpus, len(best.replicas))
-    return priced if equal and leaner else best
+    if seconds > best.seconds * (1 + RESOLUTION):
+        return best
+
+    size = path.gpus, len(path.replicas)
+    best_size = best.gpus, len(best.replicas)
+    return priced if size < best_size else best

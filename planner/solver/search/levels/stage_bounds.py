@@ -100,17 +100,21 @@ class Places:
         end = self.end
         last = end - 1
 
+        # 1. In its first group.
         in_first = np.minimum(self.replicas, size - first % size)
         begins_group = first % size == 0
         leaves_first = end // size > first // size
         yield in_first * begins_group, in_first * leaves_first
 
+        # 2. In its last group.
         in_last = np.minimum(self.replicas, last % size + 1)
         enters_last = (first - 1) // size < last // size
         ends_group = end % size == 0
         yield in_last * enters_last, in_last * ends_group
 
-        has_middle = end // size > -(-first // size)
+        # 3. In those between.
+        first_whole = -(-first // size)
+        has_middle = end // size > first_whole
         in_middle = size * has_middle
         yield in_middle, in_middle
 
@@ -188,10 +192,13 @@ def _synchronous_s(work: Work, places: Places, sides: Sides, model: SynchronousM
         lambda link: _on(link, model).resources_s(work, r)["compute"],
     )
     end_s = places.on_span(stages, lambda link: _on(link, model).end_s(work, r))
-    later = (np.ceil(model.microbatches / r) - 1) * r
+
+    rounds = np.ceil(model.microbatches / r)
+    later = (rounds - 1) * r
     own_s = later * _own_link_s(places, sides) + end_s
-    shared_s = _shared_link_s(places, sides, np.zeros(1))
     busiest_s = np.maximum(compute_s, own_s)
+
+    shared_s = _shared_link_s(places, sides, np.zeros(1))
     return np.maximum(busiest_s, (model.microbatches - 1) * shared_s)
 
 
@@ -219,7 +226,9 @@ def _shared_link_s(places: Places, sides: Sides, ring_bytes: Floats) -> Floats:
     left, right = sides
     busiest_s = np.zeros(1)
     for level, size, bandwidth, ring_bandwidth in places.topology.shared:
-        ring_s = (places.span >= level)[..., None] * ring_bytes / ring_bandwidth
+        crosses = (places.span >= level)[..., None]
+        ring_s = crosses * ring_bytes / ring_bandwidth
+
         for to_left, to_right in places.leaving(size):
             left_s_per_byte = (to_left / places.replicas / bandwidth)[..., None]
             right_s_per_byte = (to_right / places.replicas / bandwidth)[..., None]

@@ -118,14 +118,17 @@ class StageTables:
         """Return those of the ways that are of use."""
         after = self._most_after(variants)
         after = np.where(_more_than_before(variants, after), after, -1)
-        rows = np.flatnonzero((after >= 0).any(axis=0))
+
+        useful = (after >= 0).any(axis=0)
+        rows = np.flatnonzero(useful)
         variants = variants[rows]
         after = after[:, rows]
 
         sum_s, max_s = self.parts_s(variants.work, self._replicas)
+        one_row = np.broadcast_to(sum_s, (1, len(variants)))[0]
         return Stages(
             variants=variants,
-            sum_s=np.broadcast_to(sum_s, (1, len(variants)))[0].copy(),
+            sum_s=one_row.copy(),
             max_s=np.where(after >= 0, max_s, np.nan),
             after=after,
         )
@@ -136,20 +139,22 @@ class StageTables:
         """
         # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the
         # schedule.
+        schedule = self.schedule
         replicas = self._replicas
-        most = variants.most_in_flight(replicas, self.schedule, self.microbatches)
+        most = variants.most_in_flight(replicas, schedule, self.microbatches)
         deepest = [
-            self.schedule.deepest(r, self.microbatches) or UNLIMITED
-            for r in replicas.ravel().tolist()
+            schedule.deepest(count, self.microbatches) or UNLIMITED
+            for count in replicas.ravel().tolist()
         ]
         most = np.minimum(most, np.array(deepest)[:, None])
 
         # 2. Between no GPUs after the stage and all, the replicas share what is in flight.
-        none = np.zeros_like(replicas)
-        with_none = self.schedule.in_flight(replicas, none, self.microbatches)
-        with_all = self.schedule.in_flight(replicas, none + self.gpus, self.microbatches)
+        nothing = np.zeros_like(replicas)
+        with_none = schedule.in_flight(replicas, nothing, self.microbatches)
+        with_all = schedule.in_flight(replicas, nothing + self.gpus, self.microbatches)
         after = np.where(with_none <= most, (most - 1) * replicas, -1)
         after = np.where(with_all <= most, self.gpus, after)
+
         allowed = variants.allowed(np.broadcast_to(replicas, after.shape))
         return np.where((after >= 0) & allowed, after // self.unit, -1)
 
