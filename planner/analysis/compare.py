@@ -155,6 +155,7 @@ def _same_cut(given: GivenPlan) -> Iterator[Way]:
     request = given.request
     if plan.schedule is GPIPE or plan.schedule.chunked:
         return
+
     microbatches = MICROBATCHES_PER_GPU * plan.cluster.gpus
     if plan.schedule.divides:
         microbatches = plan.microbatches
@@ -170,9 +171,11 @@ def _of_lengths(given: GivenPlan) -> Iterator[Way]:
     lengths = given.request.profile.lengths
     if lengths is None:
         return
+
     for order, name in ORDERS.items():
         if order != lengths.order:
             yield _with_lengths(given, name, replace(lengths, order=order))
+
     yield _with_lengths(given, PADDED, None)
 
     means = zip(map(fmean, lengths.samples), lengths.most, strict=True)
@@ -226,13 +229,16 @@ def busy_s(
     total = 0.0
     for stage in stages:
         work = layer_costs.work(stage)
+
         # All replicas update: once per minibatch, or under 1f1b once per round of as many
         # minibatches as replicas.
         updates = stage.replicas / microbatches if schedule.divides else 1
+
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches
         once_s = float(work.forward_s + work.recompute_s + work.backward_s)
         once_s += updates * float(work.update_s) / stage.options.shards
         once_s += accumulating * float(work.accumulate_s)
         total += stage.options.ranks_per_replica * once_s  # all ranks of a group compute
+
     return total

@@ -122,6 +122,7 @@ def _busiest(uses: Sequence[ResourceUse], priced: Bottleneck) -> Bottleneck:
     busiest = max(uses, key=lambda use: round(use.share, 6))  # of equal ones the first
     if busiest.stage is None:
         return Bottleneck(stage=priced.stage, resource="shared_link", busy_s=busiest.busy_s)
+
     resource: Literal["compute", "link"] = "compute" if busiest.resource == "compute" else "link"
     return Bottleneck(stage=busiest.stage, resource=resource, busy_s=busiest.busy_s)
 
@@ -145,6 +146,7 @@ def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:
         for name in ("compute", "receive", "send"):
             share = max(getattr(worker, f"{name}_share") for worker in workers)
             yield ResourceUse(stage=number, resource=name, busy_s=share * seconds, share=share)
+
     for link in summary.shared_links:
         busy_s = link.busy_share * seconds
         yield ResourceUse(stage=None, resource=link.name, busy_s=busy_s, share=link.busy_share)
@@ -171,6 +173,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     for number, (what, cluster) in enumerate(clusters):
         share = 1 / (len(clusters) - number)
         alternatives.append(_alternative(what, given, request.on(cluster).within(share)))
+
     return tuple(alternatives)
 
 
@@ -223,6 +226,7 @@ def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
     if seconds > given.seconds:
         config = given.plan.config
         seconds = given.seconds
+
     gain = given.seconds / seconds - 1
     return Alternative(
         what=what,
@@ -240,6 +244,7 @@ def _worth_its_staleness(plan: Plan, given: GivenPlan, request: Request) -> Plan
     """
     if not plan.staleness or given.plan.staleness:
         return plan
+
     current = find_plan(request.with_options(request.options.changed(max_staleness=0)))
     speedup = _comparable_s(current, given) / _comparable_s(plan, given)
     if speedup >= request.tuning.evaluate.min_speedup_per_stale_update:
@@ -254,5 +259,6 @@ def _comparable_s(plan: Plan, given: GivenPlan) -> float:
     seconds = plan.predicted.seconds_per_minibatch
     if (plan.predicted.by == "simulation") == given.simulated:
         return seconds
+
     given_s = given.plan.solver.cost_model_s or given.seconds
     return (plan.solver.cost_model_s or seconds) / given_s * given.seconds

@@ -18,8 +18,10 @@ def with_few_kinds(cluster: Cluster, most: int) -> Cluster:
             for one, other in combinations(different, 2)
             if _same_gpu(one, other)
         ]
+
         if len(different) <= most or not pairs:
             return replace(cluster, kinds=tuple(kinds))
+
         _, one, other = min(pairs, key=lambda pair: pair[0])
         speed = _mean_speed(kinds, one, other)
         kinds = [

@@ -79,8 +79,10 @@ def _copies(plan: Plan, per_host: int) -> _Copies:
             first = stage.ranks[0] // per_host
             hosts = frozenset({first, next_host[first]})
             sent_bytes[first] += size * (len(hosts) - 1)
+
         state_bytes.append(size)
         holders.append(hosts)
+
     return _Copies(per_host, tuple(state_bytes), tuple(holders), sent_bytes)
 
 
@@ -102,6 +104,7 @@ def _wanted_stages(plan: Plan, smaller: Plan, per_host: int) -> list[tuple[int, 
         needed = {stage_of[layer] for layer in stage.layers}
         for rank in stage.ranks:
             wanted.setdefault(rank // per_host, set()).update(needed)
+
     return sorted(wanted.items())
 
 
@@ -118,9 +121,11 @@ def _moved_bytes(copies: _Copies, wanted: Sequence[tuple[int, set[int]]], lost: 
                 return math.inf
             if host in senders:
                 continue
+
             sender = senders[turn % len(senders)]
             passing["receives", host] += copies.state_bytes[number]
             passing["sends", sender] += copies.state_bytes[number]
+
     return max(passing.values(), default=0)
 
 
@@ -148,4 +153,5 @@ def shares_left(plan: Plan) -> str | None:
                 f"{left.cluster.gpus} of {plan.cluster.gpus} GPUs: {share:.0%} of the speed "
                 f"({left.config})"
             )
+
     return ", ".join(parts) or None

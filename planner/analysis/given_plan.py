@@ -50,6 +50,7 @@ def priced_plan(
     cluster = request.cluster
     needed = sum(stage.options.gpus for stage in stages) // request.options.chunks_per_gpu
     check_enough_gpus(needed, cluster)
+
     # A plan that does not fit has a price, too.
     unlimited = request.on(cluster.with_memory(lambda _: None))
     problem = unlimited.problem(request.unlimited_budget())
@@ -71,11 +72,13 @@ def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     """Raise InputError where replicas would divide gradients or weights that they cannot divide."""
     if not any(stage.options.shards_gradients for stage in stages):
         return
+
     replicas = [stage.replicas for stage in stages]
     obstacle = why_whole(problem.schedule, problem.microbatches, replicas)
     if obstacle is not None:
         why, hint = obstacle
         raise InputError(why, hint=hint)
+
     _check_groups(problem.cluster, stages[0].options)
 
 
@@ -83,6 +86,7 @@ def _check_groups(cluster: Cluster, options: StageOptions) -> None:
     """Raise InputError for groups of replicas that have no equal places in the cluster."""
     if not options.repeats_shards:
         return
+
     try:
         groups_of(cluster, options.shards * options.ranks_per_replica)
     except ClusterError as error:
@@ -121,6 +125,7 @@ class GivenPlan:
                 f"'{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )
+
         request = Request(profile, plan.cluster, options_of(plan), clock, tuning)
         layer_costs = request.layer_costs
         check_same_model(plan, list(layer_costs.position), profile.edges)
@@ -176,6 +181,7 @@ def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
         options = plain.with_sharding(stage.sharding)
         stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
         before |= layers
+
     return stages
 
 
@@ -201,6 +207,7 @@ def price(
         depth="published",
         chunks=own.chunks,
     )
+
     request = Request(profile, cluster_for(profile, cluster), options, clock)
     _check_chunks(own, options.chunks_per_gpu)
     _check_group_sizes(own, cluster)
@@ -228,6 +235,7 @@ def _check_group_sizes(own: OwnPlan, cluster: Cluster) -> None:
     sizes = [stage.ranks_per_replica for stage in own.stages]
     if len(set(sizes)) == 1:
         return
+
     where = "on GPUs of several kinds" if cluster.kinds else "on several levels"
     if cluster.kinds or len(cluster.joined) > 1:
         raise ClusterError(
@@ -243,6 +251,7 @@ def _check_versions(own: OwnPlan, microbatches: int) -> None:
     """
     if own.schedule.chunked:
         return
+
     replicas = [stage.replicas for stage in own.stages]
     depths = [
         own.schedule.in_flight(count, after, microbatches)
@@ -280,6 +289,7 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
                 hint=f"{did_you_mean(name, layers)}`plan show` with the profile lists the layers",
             )
         ends.append(layers.index(name) + 1)
+
     if any(start >= end for start, end in pairwise([*ends, len(layers)])):
         raise InputError(
             f"the stages end after {', '.join(layers[end - 1] for end in ends[1:])}, which is not "
@@ -298,6 +308,7 @@ def missing_memory(plan: Plan) -> str | None:
     lacking_bytes = plan.lacking_bytes(worst)
     if not lacking_bytes:
         return None
+
     needed_bytes = plan.memory_bytes(worst)
     limit = format_memory(needed_bytes - lacking_bytes)
     more = f"{format_bytes(lacking_bytes)} more than {limit}"
@@ -320,6 +331,7 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
         plain = StageOptions(stage.replicas, recompute=again, tensor=stage.ranks_per_replica)
         options = plain.with_sharding(stage.sharding)
         candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
+
     return candidates
 
 
@@ -342,6 +354,7 @@ def _layers_of(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
                 f"'{known}'",
                 hint="list all layers, each once, in the profile's order",
             )
+
     ends = accumulate((len(stage.layers) for stage in stages), initial=0)
     return [range(start, end) for start, end in pairwise(ends)]
 
@@ -353,6 +366,7 @@ def _layers_by_blocks(profile: Profile, counts: Sequence[int]) -> list[range]:
             f"the stages have {sum(counts)} blocks, and '{profile.model}' has {len(blocks)}",
             hint=f"give numbers of blocks that add up to {len(blocks)}",
         )
+
     ends = [0, *(blocks[taken - 1].stop for taken in accumulate(counts))]
     return [range(start, end) for start, end in pairwise(ends)]
 
@@ -360,6 +374,7 @@ def _layers_by_blocks(profile: Profile, counts: Sequence[int]) -> list[range]:
 def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) -> Groups:
     if isinstance(recompute, bool):
         return whole_stage(layers, recompute)
+
     units = units_of(layer_costs, layers)
     if recompute > len(units):
         names = layer_costs.profile.layers

@@ -41,11 +41,13 @@ def simulated_limits(
     units = default_minibatches(plan) * plan.microbatches * len(plan.stages)
     if plan.predicted.by != "simulation" or units > tuning.most_units:
         return None
+
     # a plan that was edited may not run to its end; its tables are shown all the same
     with suppress(PlannerError):
         summary = summarize(simulate(plan))
         place, share = busiest(summary)
         return Limits(place, share, summary.bubble_share)
+
     return None
 
 
@@ -57,10 +59,12 @@ def busiest(summary: Summary) -> tuple[str, float]:
     for worker in summary.workers:
         stages = stages_words(worker.stages)
         uses.append((f"the computation of {stages}", worker.compute_share))
+
     for worker in summary.workers:
         stages = stages_words(worker.stages)
         uses.append((f"the link of {stages}, sending", worker.send_share))
         uses.append((f"the link of {stages}, receiving", worker.receive_share))
+
     uses += [(f"the link that {link.name}", link.busy_share) for link in summary.shared_links]
     return max(uses, key=lambda use: round(use[1], 6))  # of equal ones the first
 

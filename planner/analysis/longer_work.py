@@ -38,6 +38,7 @@ def longer_layers(
     for stage in plan.stages:
         factor = fmean(1 / speeds[rank] for rank in stage.ranks)
         longer |= {name: factor * before.get(name, 1.0) for name in stage.layers}
+
     return longer
 
 

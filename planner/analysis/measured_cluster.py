@@ -109,6 +109,7 @@ def _speeds(planned: Timeline, run: Timeline, fewest: int) -> tuple[WorkerSpeed,
                 f"tell its speed",
                 hint=f"record at least {fewest} minibatches with `trace` and `trace_minibatches`",
             )
+
     return tuple(
         WorkerSpeed(rank=rank, speed=round(weighted_median(ratios[rank]), 3))
         for rank in run.workers
@@ -129,6 +130,7 @@ def _corrected_kinds(
             usual = cluster.kind_of(rank)
         else:
             usual = DeviceKind(count=1)
+
         speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
         if abs(speed - 1) <= same:
             speed = 1.0
@@ -185,6 +187,7 @@ def _rates(
                 measured_bytes_per_s=measured,
             )
         )
+
     return tuple(rates)
 
 
@@ -201,6 +204,7 @@ def _corrected_levels(
             continue
         factor = rate.measured_bytes_per_s / rate.planned_bytes_per_s
         levels.append(level if _about_one(factor, same) else level.times_as_fast(factor))
+
     return tuple(levels)
 
 

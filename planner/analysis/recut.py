@@ -41,8 +41,10 @@ def recut(profile: Profile, plan: Plan, cluster: Cluster, clock: Clock) -> Plan:
             if _seconds(priced) < _seconds(found):
                 found = priced
                 next_cut = other
+
         best = found
         cut = next_cut
+
     return best
 
 
@@ -59,12 +61,15 @@ def _cut_of(given: GivenPlan) -> Cut | None:
     for stage in given.stages:
         if stage.options.recompute:
             return None
+
         own: list[Group] = []
         while groups and stage.layers.issuperset(groups[0]):
             own.append(groups.pop(0))
         if {layer for group in own for layer in group} != stage.layers:
             return None
+
         cut.append(own)
+
     return cut
 
 
@@ -75,6 +80,7 @@ def _with_cut(stages: Sequence[Candidate], cut: Cut) -> list[Candidate]:
         layers = frozenset(layer for group in groups for layer in group)
         found.append(replace(stage, before=before, layers=layers))
         before |= layers
+
     return found
 
 
@@ -90,6 +96,7 @@ def _neighbours(cut: Cut) -> Iterator[Cut]:
             for step in (-count, count):
                 yield from _moved(order, ends, {place: step})
             count *= 2
+
     for place in range(len(cut) - 2):
         for one, other in product((-1, 1), repeat=2):
             yield from _moved(order, ends, {place: one, place + 1: other})

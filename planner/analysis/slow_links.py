@@ -38,12 +38,14 @@ def with_slow_links(plan: Plan, request: Request) -> Plan:
     level = plan.cluster.level_by_data_sheet
     if level is None:
         return plan
+
     shares = (*request.tuning.links.shares, 1.0)
     clusters = [plan.cluster.level_times_as_fast(level, share) for share in shares]
     try:
         slow_links = _slow_links(plan, _Known(request, clusters), level)
     except PlannerError as error:
         return plan.noting(f"slower links were not priced: {error.message}")
+
     return replace(plan, slow_links=slow_links)
 
 
@@ -76,9 +78,11 @@ class _Known:
             minibatch=None,
             survive=0,
         )
+
         request = self.request.with_options(options).on(self.clusters[number]).within(share)
         if request.clock.passed:
             return None
+
         try:
             return find_plan(request)
         except InputError:
@@ -150,4 +154,5 @@ def _other_ways(own: _Way, known: _Known) -> tuple[list[_Way], bool]:
         ways.append(_Way(plan, known.seconds(plan)))
         if own.seconds[0] < known.min_speedup * ways[0].seconds[0]:
             break
+
     return ways, True

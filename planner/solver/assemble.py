@@ -208,6 +208,7 @@ def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] |
     known = problem.layer_costs.profile.tensor or ()
     if any(costs.context for costs in known if costs.degree in degrees):
         return None  # of no such estimate a measured run is known
+
     divided = any(stage.options.divides_layers for stage in best.stages)
     replicated = any(stage.replicas > 1 for stage in best.stages)
     interval = interval_of(
@@ -216,6 +217,7 @@ def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] |
         divided=divided,
         replicated=replicated,
     )
+
     if interval is None:
         return None
     return (interval.least, interval.most)

@@ -81,9 +81,11 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
             # Of the other schedule's plans the search knows the cuts, and the pool the time.
             roomy = roomy.with_schedule(searched_as)
             relaxation = False
+
         yield Attempt(roomy, proposers, relaxation)
         if pool.hopeless:
             return
+
         yield from _with_copies(pool, roomy, proposers)
 
 
@@ -120,9 +122,11 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
             return
         if _price_s(pool.best) <= crowded.seconds * (1 + tuning.evaluate.timing_share):
             return
+
         needed = _uncounted_communicators(problem, crowded)
         if needed <= room:
             break  # what lacks room are copies of tied weights
+
         if problem.clock.passed:
             room = needed  # there is no time to find out whether less room does
         elif room < tuning.portfolio.most_single_communicators:
@@ -145,6 +149,7 @@ def _uncounted_communicators(problem: Problem, plan: Evaluation) -> int:
     for stage, worker, count in zip(plan.stages, plan.price.workers, counts, strict=True):
         counted = 2 * int(costs.work(stage).neighbours) + (stage.replicas > 1)
         beyond[worker] += count - counted
+
     return max(beyond.values())
 
 
@@ -185,11 +190,14 @@ def _with_every_copy(
         yield Attempt(copies, proposers)
         if pool.untrained is None or pool.problem.clock.passed:
             break
+
         missing_bytes = uncounted_bytes(roomy, copies, pool.untrained.stages)
         if missing_bytes <= 0:
             break
+
         less = partial(_less, missing_bytes)
         copies = copies.with_cluster(copies.cluster.with_memory(less))
+
     if untrained is not None:
         pool.untrained = untrained
 
@@ -212,6 +220,7 @@ def _copies_are_slow(pool: Pool) -> bool:
     """
     if pool.best is None:
         return False
+
     problem = pool.problem
     sent_bytes = max(exchanged_bytes(problem.layer_costs, pool.best.stages))
     slow_s = problem.tuning.portfolio.slow_copies_share * pool.best.seconds

@@ -41,6 +41,7 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     for taken in accumulate(counts):
         distance = np.abs(legal - blocks[taken - 1].stop)
         ends.add(int(legal[np.argmin(distance)]))
+
     layers = [range(first, end) for first, end in pairwise(sorted(ends))]
     return candidates(layers, [1] * len(layers))
 
@@ -83,6 +84,7 @@ def _balanced_ends(sums: Sequence[float], stages: int) -> list[int]:
             high_s = middle_s
         else:
             low_s = middle_s
+
     return _greedy_ends(sums, stages, high_s)
 
 
@@ -93,6 +95,7 @@ def _greedy_ends(sums: Sequence[float], stages: int, most_s: float) -> list[int]
     for later in reversed(range(stages)):  # each of which needs a place to end
         end = bisect_right(sums, sums[ends[-1]] + most_s * (1 + SLACK)) - 1
         ends.append(min(end, last - later))
+
     return ends
 
 
@@ -105,6 +108,7 @@ def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Ca
         units = units_of(layer_costs, sorted(stage.layers))
         blocks = tuple(map(frozenset, units))
         again.append(replace(stage, options=replace(stage.options, recompute=blocks)))
+
     return again
 
 

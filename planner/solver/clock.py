@@ -92,6 +92,7 @@ class Clock:
             return 0.0
         if self.at_s is None or self.computed_at_s is None:
             return None
+
         wall_s = self.at_s - time.monotonic()
         return max(min(wall_s, self.computed_at_s - computed_s()), 0.0)
 
@@ -108,6 +109,7 @@ class Clock:
             return True
         if now_s < self._look.again_s:
             return False
+
         left_s = self.computed_at_s - computed_s()
         self._look.again_s = now_s + left_s
         return left_s <= 0
@@ -125,6 +127,7 @@ class Clock:
         """
         if self.at_s is None or self.computed_at_s is None:
             return self
+
         rest = 1 - share
         wall_s = max(self.at_s - time.monotonic(), 0.0)
         compute_s = max(self.computed_at_s - computed_s(), 0.0)
@@ -157,6 +160,7 @@ class Clock:
             return self
         if self.stop.is_set():
             return Clock.of(seconds, replace(self.progress, stop=Event()), self.tuning)
+
         soon = Clock.of(seconds, self.progress, self.tuning)
         return replace(soon, at_s=max(self.at_s or 0.0, soon.at_s or 0.0))
 

@@ -99,10 +99,12 @@ def compare_each(
         for schedule in map(find, options.schedules or SCHEDULES)
         for microbatches in _numbers(schedule, options)
     ]
+
     rows = []
     for number, (profile, schedule, microbatches) in enumerate(asked):
         part = clock.part(1 / (len(asked) - number))
         rows.append(_row(profile, cluster, options, schedule, microbatches, part))
+
     rows.sort(key=lambda row: (row.global_batch is None, row.global_batch or 0))
     return ScheduleComparison(
         model=profiles[0].model, cluster=cluster, rows=tuple(_with_speedups(rows))
@@ -131,10 +133,12 @@ def _row(
         microbatches=asked.microbatches_on(cluster, profile),
         microbatch_size=profile.microbatch_size,
     )
+
     try:
         plan = solve(Request(profile, cluster_for(profile, cluster), asked, clock))
     except PlannerError as error:
         return replace(row, obstacle=error.message)
+
     return replace(row, **_numbers_of(plan))
 
 
@@ -162,4 +166,5 @@ def _with_speedups(rows: Sequence[ScheduleRow]) -> list[ScheduleRow]:
             reference = first.setdefault(row.global_batch, per_sample)
             row = replace(row, speedup=reference / per_sample)
         related.append(row)
+
     return related

@@ -90,8 +90,10 @@ def answer(problem: Problem) -> Answer:
             trials.missed.append(degree)
             trials.untried.append(degree)
             continue
+
         left = len(order) - number
         trials.search(degree, 1 / (min(left, 2) if drains else left))
+
     return trials.answer()
 
 
@@ -114,6 +116,7 @@ class _DegreeTrials:
     def search(self, degree: int, share: float) -> None:
         """Search for plans on groups of so many ranks, within a share of the time that is left."""
         budget = self.problem.budget
+
         # The same stages are other plans here, so what was simulated is counted apart.
         own = replace(budget.apart(), clock=budget.clock.part(share))
         groups = replace(self.problem, budget=own).on_groups_of(degree)
@@ -128,12 +131,14 @@ class _DegreeTrials:
                 self.untried.append(degree)
         else:
             self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
+
         budget.exhausted &= own.exhausted
 
     def answer(self) -> Answer:
         """Return the fastest of the answers, with a bound on the plans of all degrees."""
         if not self.answers:
             raise _obstacle(self.obstacles)
+
         fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
         bound_s = min(each.bound_s for each in self.answers)
         bounds_of = [each.bound_of for each in self.answers]
@@ -145,6 +150,7 @@ class _DegreeTrials:
             cuts = searched_cuts(groups)
             bound_s = min(bound_s, relaxed_s(groups, cuts.space))
             bounds_of.append(cuts.bound_of)
+
         return Answer(
             fastest.best,
             min(bound_s, fastest.best.seconds),
@@ -164,6 +170,7 @@ def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
     for error in errors:
         if not isinstance(error, InfeasibleError):
             return error
+
     unexplained = [error for error in errors if isinstance(error, UnexplainedError)]
     if not unexplained:
         return errors[0]
@@ -197,12 +204,14 @@ def _over_cuts(problem: Problem) -> Answer:
     blocks = cut_after(problem, ends)
     if granularity == "block":
         return best_plan(blocks)
+
     try:
         between = best_plan(blocks)
     except InfeasibleError:
         if len(profile.layers) > _most_cuts(problem):
             raise
         return best_plan(problem)  # smaller stages may fit
+
     return _inside_blocks(problem, ends, between)
 
 
@@ -225,6 +234,7 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
         cuts = _all_cuts(problem)
     else:
         cuts = ends | _beside(problem, ends, between.best)
+
     best = between
     if may_pay and in_time and cuts != ends and len(cuts) <= most:
         inside = best_plan(problem if everywhere else cut_after(problem, cuts))
@@ -241,9 +251,11 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
         # recompute.
         bound_s = between.bound_s
         bound_of = _joined([BETWEEN, between.bound_of])
+
     if ALONG_ORDER in bound_of and not best.best.in_order:
         bound_s = relaxed_s(problem)
         bound_of = ""
+
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
@@ -267,6 +279,7 @@ def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozens
     for cut in cuts & ends:
         place = starts.index(cut)
         beside.update(range(starts[place - 1] + 1, starts[place + 1]))
+
     return frozenset(beside)
 
 
@@ -291,6 +304,7 @@ def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
         divided = [str(degree) for degree in own if degree > 1]
         if divided:
             parts.append(f"{what} sharded over {', '.join(divided)} ranks")
+
     return f"the time limit ended the search of {' and '.join(parts)}"
 
 
@@ -302,6 +316,7 @@ def _settled(problem: Problem, found: Answer) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
+
     seconds = problem.tuning.answer.last_simulation_s
     budget = Budget.last(problem.budget.clock, seconds, problem.tuning.budget)
     last = replace(problem, budget=budget)
@@ -327,6 +342,7 @@ def plainest(problem: Problem, found: Answer) -> Answer:
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)
+
     return found
 
 

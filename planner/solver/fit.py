@@ -134,6 +134,7 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
         # What part of the time did not suffice for is tried with the rest, and with a few seconds
         # where estimates took all of it.
         asked = _row_asked(request, profile, clock.at_least(tuning.least_answer_s))
+
     took_s = time.monotonic() - began_s
 
     others, missed = _other_numbers(request, asked, profile, took_s)
@@ -143,6 +144,7 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
         others=tuple(sorted(others, key=lambda row: -row.gpus)),
         not_tried=(*search.not_tried, *missed),
     )
+
     if request.run is not None:
         answer = answer.paid(request.run)
     return answer, profile
@@ -169,6 +171,7 @@ def _row_beside(request: FitRequest, profile: Profile, cluster: Cluster, clock: 
         few = counted(cluster.gpus, "GPU")
         why_not = f"no groups of {ranks} ranks in {few}"
         return FitRow(gpus=cluster.gpus, plan=None, why_not=why_not)
+
     options = replace(asked.options, tensor=possible)
     return _row(asked.with_options(options), solve_unexplained)
 
@@ -252,6 +255,7 @@ class _SizeSearch:
         contexts = self.request.context
         if not contexts:
             return
+
         whole = self.best.plan
         size = self.sizes.wanted[-1] if whole is None else (whole.microbatch_size or 1)
         base = self.request.profiles.at(size)
@@ -276,6 +280,7 @@ class _SizeSearch:
         degrees = _degrees_beside(context, request.options.tensor, base, request.per_server)
         if not degrees:
             return
+
         request.clock.progress.step = f"{request.gpus} GPUs, context parallelism of {context}"
         profile = with_context(base, (context,), degrees)
         ranks = tuple(costs.degree for costs in profile.tensor or ())
@@ -303,10 +308,12 @@ class _SizeSearch:
         profile = profiles.at(size)
         if not self._worth_dividing(size, profile, best):
             return profile
+
         # Where no usual way fits, undivided layers have few good plans, whatever the time.
         needed = self._asks_for_ranks or not self.sizes.any_fits
         if needed or not self.clock.passed:
             return profiles.divided_at(size)
+
         if profiles.ranks > 1:
             self.not_tried.append("tensor parallelism")
         return profile
@@ -338,6 +345,7 @@ class _SizeSearch:
             return size == self.sizes.shared
         if best is not None and not best.divides_layers:
             return False
+
         least_s = self.request.least_sample_s(profile)
         balanced_s = least_s * (1 + self.request.tuning.fit.balanced_share)
         return self.sizes.sample_s.get(size, math.inf) > balanced_s
@@ -351,12 +359,14 @@ class _SizeSearch:
         plan = row.plan
         if plan is None or not plan.by_samples:
             return row
+
         size = plan.microbatch_size or 1
         scale = size / (self.profile.microbatch_size or size)
         rows = []
         for way in best.baselines:
             seconds = scale * way.seconds_per_microbatch
             rows.append(replace(way, seconds_per_microbatch=seconds))
+
         return replace(row, plan=replace(plan, baselines=tuple(rows)))
 
 
@@ -385,6 +395,7 @@ def _other_numbers(
         left_s = clock.left_s
         if left_s is not None and left_s <= needed_s:
             return rows, [_gpus_words(clusters[index:])]
+
         clock.progress.step = _gpus_words([cluster])
         began_s = time.monotonic()
         part = clock.part(1 / (len(clusters) - index))
@@ -395,6 +406,7 @@ def _other_numbers(
             break  # nor do fewer do; but where GPUs of one kind do not, those of another may
         if not fits and answered:
             break
+
     return rows, []
 
 

@@ -121,6 +121,7 @@ class Pool:
         for plan in ordered:
             if not self._is_promising(plan, settled=settled):
                 continue
+
             # Searches propose the same stages again and again.
             if plan.stages in seen:
                 self.keep(seen[plan.stages], method)
@@ -128,6 +129,7 @@ class Pool:
                 return
             else:
                 self._simulate(plan, method)
+
             # Nothing in the batch is faster by much than a plan that takes no longer than the least
             # price.
             settled = self._is_close_to(ordered[0].seconds)
@@ -149,6 +151,7 @@ class Pool:
             return True
         if not settled and plan.seconds < self.best_s * (1 - SLACK):
             return True
+
         less_late = max(plan.price.in_flight) < max(best.price.in_flight)
         nearly_s = self.best_s * self.problem.tuning.evaluate.min_speedup_per_stale_update
         return self.problem.schedule.stashes and less_late and plan.seconds < nearly_s
@@ -174,6 +177,7 @@ class Pool:
             left -= forwards
             if plan.seconds >= self.best_s * (1 - SLACK) or (self.best is not None and left < 0):
                 return
+
             if not self.trains(plan):
                 self.untrained = _faster(self.untrained, plan)
             elif forwards <= most_forwards:
@@ -196,6 +200,7 @@ class Pool:
         shared = shared_between(problem.layer_costs, plan.stages)
         if not shared:
             return True
+
         replicas = [stage.replicas for stage in plan.stages]
         if not trainable_pairs(shared, replicas, problem.schedule):
             return False
@@ -239,6 +244,7 @@ class Pool:
                 if lean is None:
                     continue
                 plan = lean
+
             if self.trains(plan):
                 yield plan
             else:
@@ -280,9 +286,11 @@ class Pool:
             below_s = self.best.seconds
             if problem.schedule.stashes:
                 below_s *= problem.tuning.evaluate.min_speedup_per_stale_update
+
         evaluation = simulated(problem, plan, below_s)
         if self.trains(evaluation):
             return evaluation
+
         # Deeper stages hold more versions of their copies.
         return simulated(replace(problem, depth="published"), plan, below_s)
 

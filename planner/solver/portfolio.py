@@ -51,12 +51,14 @@ def best_plan(problem: Problem) -> Answer:
     if pool.best is None:
         for batch in any_plan(problem):
             pool.consider(batch)
+
     if pool.best is None:
         raise _copies_obstacle(pool) or obstacle or no_plan_yet(problem.clock)
 
     if not pool.hopeless:
         improve(pool)
         least_late(pool)
+
     return pool.answer()
 
 
@@ -67,11 +69,13 @@ def _search(pool: Pool) -> PlannerError | None:
         pool.relaxed = attempt.relaxation
         for proposer in attempt.proposers:
             obstacle = _propose(pool, attempt, proposer) or obstacle
+
         # Of the problems that follow the first one some make no sense, and have no candidates.
         if number == 0 and isinstance(obstacle, InputError) and not pool.usable:
             raise obstacle
         if pool.problem.clock.passed:
             break
+
     return obstacle
 
 
@@ -85,6 +89,7 @@ def _propose(pool: Pool, attempt: Attempt, proposer: Proposer) -> PlannerError |
         return no_plan_yet(pool.problem.clock)
     except (InfeasibleError, InputError) as error:
         return error
+
     return None
 
 
@@ -94,10 +99,12 @@ def _copies_obstacle(pool: Pool) -> InfeasibleError | None:
     plan = pool.untrained
     if plan is None:
         return None
+
     try:
         price_with_copies(problem.layer_costs, plan.stages, plan.price, problem.setting)
     except InfeasibleError as error:
         return error
+
     return None
 
 
@@ -145,6 +152,7 @@ def any_plan(problem: Problem) -> Iterator[Batch]:
     memory_bytes = problem.cluster.memory_bytes
     if memory_bytes is None or problem.schedule.chunked:
         return
+
     rules = problem.rules
     if rules.recompute == "auto":
         rules = replace(rules, recompute="blocks")
@@ -156,5 +164,6 @@ def any_plan(problem: Problem) -> Iterator[Batch]:
     plan = search.fits(problem.cluster.gpus, memory_bytes)
     if plan is None:
         return
+
     lean = Leaner(problem).lean_enough(plan.stages)
     yield [plan.stages if lean is None else lean.stages]

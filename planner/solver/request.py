@@ -157,6 +157,7 @@ def searched_problem(request: Request, budget: Budget) -> Problem:
         problem.microbatches,
         accepted=request.options.accept_divided_loss,
     )
+
     _check_times(profile)
     _check_sharding(problem)
     _check_degrees(problem)

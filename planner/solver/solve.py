@@ -81,6 +81,7 @@ def _first_that_fits(request: Request, find: Callable[[Request], Plan]) -> Plan 
         request.clock.progress.step = f"nothing fits under {request.options.order}: {schedule}"
         with suppress(PlannerError):
             return find(trial)
+
     return None
 
 
@@ -97,6 +98,7 @@ def _naming(plan: Plan | None, obstacle: PlannerError) -> PlannerError:
     """
     if plan is None:
         return obstacle
+
     change = f"`schedule={plan.schedule}`"
     if plan.schedule.divides:
         change += f" `microbatches={plan.microbatches}`"
@@ -147,6 +149,7 @@ def _searched(request: Request) -> Plan:
     """
     if request.options.schedule == AUTO:
         return under_every_schedule(request)
+
     try:
         return find_plan(request)
     except (InputError, StoppedError):

@@ -24,12 +24,14 @@ def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
             f"which GPUs {what} are left depends on which host is lost",
             hint="solve for what is left without `survive`, for each host that may be lost",
         )
+
     hosts = joined[-1].size
     if most >= hosts:
         raise ClusterError(
             f"of {hosts} hosts not {most} can be lost",
             hint=f"give `survive={hosts - 1}` or fewer",
         )
+
     for left in range(hosts - 1, hosts - most - 1, -1):
         outer = replace(joined[-1], size=left)
         yield replace(cluster, levels=(*joined[:-1], outer))
@@ -50,6 +52,7 @@ def with_fewer_hosts(plan: Plan, request: Request) -> Plan:
         minibatch=None,
         survive=0,
     )
+
     same = request.with_options(options)
 
     smaller = list[Plan]()
@@ -63,4 +66,5 @@ def with_fewer_hosts(plan: Plan, request: Request) -> Plan:
                 f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}."
             )
             break
+
     return replace(plan, smaller=tuple(smaller))

@@ -48,6 +48,7 @@ def prefer_interleaved_if_faster(plan: Plan, request: Request) -> Plan:
     """
     if request.options.names_solver or plan.cluster.kinds:
         return plan
+
     same = request.on(plan.cluster).under(plan.schedule, plan.microbatches).settled()
     problem = same.problem(same.unlimited_budget())
 
@@ -63,11 +64,13 @@ def prefer_interleaved_if_faster(plan: Plan, request: Request) -> Plan:
         min(known.lower_bound_s, found.bound_s),
         bound_of=", ".join(bounds_of),
     )
+
     report = report_of(found.problem, answer, known.seconds)
     accepts = request.options.accept_divided_loss
     with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
         faster = complete(found.problem, found.best, report, accepts_loss=accepts)
         return replace(faster, baselines=plan.baselines, notes=plan.notes)
+
     return plan
 
 
@@ -128,14 +131,17 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
         if point.least_s >= best_s or problem.clock.passed:
             bound_s = min(bound_s, point.least_s)
             break
+
         lean = _lean_at(problem, point)
         if lean is None:
             continue
+
         bound_s = min(bound_s, lean.plan.seconds)
         comparable_s = problem.comparable_s(lean.plan)
         if comparable_s < best_s:
             leans.append(lean)
             best_s = comparable_s
+
     return _fastest(problem, leans, below_s, bound_s)
 
 
@@ -155,6 +161,7 @@ def _fastest(
             best_s = comparable_s
             own = _under_chunks(problem, lean.problem.setting.chunks)
             answer = replace(answer, problem=own, best=plan.divided(lean.degree))
+
     return answer
 
 
@@ -184,6 +191,7 @@ def _state_may_fit(problem: Problem, workers: int, copies: int) -> bool:
     memory_bytes = problem.cluster.memory_bytes
     if memory_bytes is None:
         return True
+
     footprint = problem.layer_costs.footprint(problem.layer_costs.single_stage)
     kept_bytes = float(footprint.weight_bytes + footprint.gradient_bytes)
     optimizer_bytes = float(footprint.optimizer_bytes)
@@ -211,6 +219,7 @@ def _lean_at(problem: Problem, point: _Point) -> _Lean | None:
     stages = equal_blocks(groups.layer_costs, point.workers * point.chunks)
     if len(stages) < point.workers * point.chunks:
         return None
+
     options = StageOptions(point.copies)
     if point.copies > 1 and groups.sharding.optimizer:
         options = options.with_sharding(UNSHARDED.of_optimizer_alone())
@@ -260,6 +269,7 @@ class _Recomputing:
             else:
                 most = middle
                 best = plan
+
         return best
 
     def _allowed(self, chunks: int, *, whole: bool = False) -> Evaluation | None:
@@ -272,6 +282,7 @@ class _Recomputing:
             if number < chunks * self.workers:
                 groups = self._groups(stage, whole=whole)
             stages.append(replace(stage, options=replace(self.options, recompute=groups)))
+
         plan = priced(self.problem, stages)
         if self.problem.allows(plan):
             return plan

@@ -46,6 +46,7 @@ def under_every_schedule(request: Request) -> Plan:
     candidates = [plan for plan in plans if _may_be_the_answer(plan, request)]
     if not candidates:
         raise obstacles[FLUSH]
+
     best = min(candidates, key=seconds_per_microbatch)
 
     best = _noting_other_sizes(best, plans)
@@ -65,6 +66,7 @@ def _may_be_the_answer(plan: Plan, request: Request) -> bool:
         return False
     if options.minibatch is None and options.microbatches is None:
         return True
+
     microbatches = request.under(FLUSH).setting.microbatches
     size = microbatches * (request.profile.microbatch_size or 1)
     return plan.samples_per_update == (size, size)
@@ -78,11 +80,13 @@ def _noting_other_sizes(best: Plan, plans: Sequence[Plan]) -> Plan:
     for plan in plans:
         if plan.samples_per_update != best.samples_per_update:
             sizes.setdefault(plan.samples_per_update, []).append(str(plan.schedule))
+
     for size, names in sizes.items():
         best = best.noting(
             f"plans under {', '.join(names)} update after "
             f"{update_words(size, best.microbatch_size)}, this one after {_batch_words(best)}"
         )
+
     return best
 
 
@@ -98,6 +102,7 @@ def holding_minibatch(request: Request) -> tuple[Request, str]:
         return request, ""
     if options.minibatch is None or size is None or options.minibatch <= size:
         return request, ""
+
     note = (
         f"this plan is under {FLUSH}, as the global batch is of {options.minibatch} samples: "
         f"under {options.order} a minibatch has the {size} samples that were profiled"
@@ -121,6 +126,7 @@ def with_synchronous(plan: Plan, request: Request) -> Plan:
     """
     if not plan.schedule.asynchronous:
         return plan
+
     options = request.options
     tuning = request.tuning
     plan = _prefer_data_parallel_if_as_fast(plan, request)
@@ -135,6 +141,7 @@ def with_synchronous(plan: Plan, request: Request) -> Plan:
         return synchronous.noting(_why_this_batch(synchronous, plan))
     if not options.asked and speedup < required_speedup(plan, synchronous, tuning):
         return synchronous.noting(_why_synchronous(synchronous, plan, 1 / speedup, tuning))
+
     if not holds:
         plan = plan.noting(_why_another_batch(plan, synchronous))
 
@@ -165,6 +172,7 @@ def _prefer_data_parallel_if_as_fast(plan: Plan, request: Request) -> Plan:
             report = replace(parallel.solver, rules=plan.solver.rules)
             parallel = replace(parallel, solver=report)
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
+
     return plan
 
 
@@ -175,6 +183,7 @@ def _with_usual_batch(plan: Plan, request: Request) -> Plan:
     options = request.options
     if plan.schedule.divides or options.minibatch is not None or options.microbatches is not None:
         return plan
+
     usual = _drained(request, None)
     if usual.setting.microbatches == same_batch(request, plan).options.microbatches:
         return plan
@@ -183,6 +192,7 @@ def _with_usual_batch(plan: Plan, request: Request) -> Plan:
         drained = _best_drained(plan, usual)
         plan = replace(plan, synchronous_usual=_row(drained))
         plan = _noting_time(plan, drained)
+
     return plan
 
 
@@ -293,6 +303,7 @@ def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float, tuning: Tuning
     if plan.samples_per_update != synchronous.samples_per_update:
         this = _batch_words(synchronous)
         sizes = f"; this plan updates after {this}, that one after {_batch_words(plan)}"
+
     return (
         f"this plan under {synchronous.schedule} is {times}as fast as the best under "
         f"{plan.schedule}, {short_config(plan.config)}{late}{sizes}; for that one, solve with "

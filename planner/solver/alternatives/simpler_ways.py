@@ -35,6 +35,7 @@ def indistinct_share(plan: Plan, tuning: Tuning) -> float:
     interval = plan.predicted.speed_interval
     if interval is None:
         return 0.0
+
     share = 1 - Interval(*interval).equal_speed(tuning.answer.equal_overlap)
     return min(share, tuning.answer.most_for_simplicity)
 
@@ -46,6 +47,7 @@ def simplest_equal_ways(plan: Plan, ways: Iterable[Way], tuning: Tuning) -> list
     predicted = plan.predicted
     if predicted.speed_interval is None or predicted.by != "simulation":
         return []
+
     share = 1 - indistinct_share(plan, tuning)
     longest_s = predicted.seconds_per_minibatch / plan.microbatches / share
 
@@ -57,6 +59,7 @@ def simplest_equal_ways(plan: Plan, ways: Iterable[Way], tuning: Tuning) -> list
         alike = way.problem.schedule is plan.schedule
         if alike and as_fast and traits < own:
             equal.append((len(traits), way))
+
     least = min((count for count, _ in equal), default=0)
     return [way for count, way in equal if count == least]
 

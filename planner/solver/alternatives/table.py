@@ -46,6 +46,7 @@ class Rules:
         idle.
         """
         options = self.request.settled().options
+
         # No row is recomputed as these say, comes from a solver that was named, or divides layers.
         if options.names_solver or options.recompute in ("always", "blocks"):
             return False
@@ -136,6 +137,7 @@ def fastest_usual(request: Request) -> Plan | None:
     if order.divides:
         minibatch = request.setting.microbatches * (request.profile.microbatch_size or 1)
         samples = (minibatch, minibatch)
+
     rules = Rules(request, (order,), samples)
     return _fastest_complete(filter(rules.allow, ways), None, request)
 
@@ -231,6 +233,7 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
             synchronous=plan.synchronous,
             synchronous_usual=plan.synchronous_usual,
         )
+
     if best.schedule is plan.schedule:
         return best
     return best.noting(
@@ -257,6 +260,7 @@ def _fastest_complete(
         report = known.for_time(way.plan.seconds, way.plan.price_s)
         with suppress(InfeasibleError):
             return complete(way.problem, way.plan, report, accepts_loss=accepts)
+
     return None
 
 

@@ -107,6 +107,7 @@ def usual_ways(request: Request, budget: Budget) -> Iterator[Way]:
         microbatches=options.microbatches if schedule.divides else None,
         depth="published",
     )
+
     yield from _equal_stages(request.with_options(drained).problem(budget))
 
 

@@ -53,6 +53,7 @@ def _most_in_flight(problem: Problem, stage: Candidate, reserve: Reserve) -> int
         stashing=schedule.stashes,
         versions=schedule.weight_versions,
     )
+
     return min(most, int(fitting))
 
 

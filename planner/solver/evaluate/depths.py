@@ -121,6 +121,7 @@ def price_depths(
         needed=needed,
         hopeless_s=hopeless_s * microbatches,
     )
+
     if minibatch_s is None:
         return None
 
@@ -133,6 +134,7 @@ def _fastest_depths(times: PipelineTimes, best: DepthChoice, below_s: float) -> 
     """Simulate the depths that may be faster than the first ones, and return the fastest."""
     budget = times.budget
     tried = {best.depths}
+
     # One pipeline with many depths to try must not use up what other candidates need.
     reserved = budget.left * times.tuning.depths.reserved_share
     hopeless_s = below_s * times.tuning.depths.max_gain_of_less
@@ -164,6 +166,7 @@ def _promising_depths(times: PipelineTimes) -> Iterator[Depths]:
     for more in (1, 2):
         deeper = [depth + more for depth in counted[:-1]]
         yield _within([*deeper, 1], times.deepest)
+
     yield times.published
 
 

@@ -68,11 +68,13 @@ def choose_draining_depths(
     published_s = budget.steady_s(pipeline, needed=needed)
     if published_s is None:
         return None
+
     hopeless_s = below_s * problem.tuning.depths.max_gain_of_draining
     if deeper != published and published_s <= hopeless_s:
         deeper_s = budget.steady_s(pipeline.with_depths(deeper))
         if deeper_s is not None and deeper_s < published_s * (1 - SLACK):
             return SimulatedDepths(deeper, deeper_s)
+
     return SimulatedDepths(published, published_s)
 
 
@@ -131,4 +133,5 @@ def hiding_depths(
         turns = max(replicas[stage : stage + 2]) if whole else 1
         more += math.ceil(wire_s[stage] / unit_s / turns) * turns
         depths[stage] += math.ceil(more / replicas[stage])
+
     return tuple(depths)

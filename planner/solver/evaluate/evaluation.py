@@ -81,6 +81,7 @@ def simulated(
         choice = _choose_late_depths(problem, candidate, below_s)
     else:
         choice = choose_draining_depths(problem, candidate, below_s)
+
     if choice is None:
         return candidate
 
@@ -113,6 +114,7 @@ def _choose_late_depths(
         choice = choose_depths(times, below_s / microbatches)
     else:
         choice = price_depths(times, candidate.price.in_flight, needed=math.isinf(below_s))
+
     if choice is None:
         return None
     return SimulatedDepths(choice.depths, choice.seconds_per_unit * microbatches)

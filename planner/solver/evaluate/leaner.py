@@ -33,6 +33,7 @@ class Leaner:
                 if self._problem.allows(plan):
                     return plan
                 return None
+
             excess_bytes = self._excess_bytes(plan)
             for number, in_flight in enumerate(plan.price.in_flight):
                 if excess_bytes[number] > 0:
@@ -42,6 +43,7 @@ class Leaner:
                         in_flight,
                         excess_bytes[number],
                     )
+
         return None
 
     def _priced(
@@ -51,6 +53,7 @@ class Leaner:
         for stage, each, row in zip(stages, choices, rows, strict=True):
             options = replace(stage.options, recompute=each.groups(row))
             recomputing.append(replace(stage, options=options))
+
         return priced(self._problem, recomputing)
 
     def _excess_bytes(self, plan: Evaluation) -> list[int]:
@@ -59,6 +62,7 @@ class Leaner:
         for stage, held_bytes in zip(plan.stages, plan.price.gpu_bytes, strict=True):
             limit_bytes = self._problem.cluster.memory_of(stage.options.kind)
             excess_bytes.append(0 if limit_bytes is None else max(0, held_bytes - limit_bytes))
+
         return excess_bytes
 
 

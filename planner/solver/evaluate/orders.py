@@ -34,6 +34,7 @@ def _orders_of(problem: Problem, plan: Evaluation) -> list[Evaluation]:
         order = Evaluation(stages, problem.price(stages))
         if all(_differ(order, other) for other in orders):
             orders.append(order)
+
     return orders
 
 

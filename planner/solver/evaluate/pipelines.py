@@ -31,6 +31,7 @@ def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
             return True
     else:
         workers = len(stages) // problem.setting.chunks
+
     return workers * problem.microbatches > tuning.most_forwards
 
 
@@ -48,6 +49,7 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
+
     return PipelineCosts.of(
         shape,
         problem.cluster,
@@ -70,6 +72,7 @@ def stage_costs(
     """
     if stages[0].options.shards_gradients:
         return [_fully_sharded_costs(layer_costs, stages[0], setting)]
+
     copies = copied_in(layer_costs, stages)
     costs = [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
     if not setting.schedule.splits_backward:
@@ -139,6 +142,7 @@ def _mean_shares(values: Sequence[Traffic]) -> Shares:
     """Return the mean of the values' shares, weighted by bytes; empty where lengths do not vary."""
     if not values[0].shares:
         return ()
+
     weights = [max(1, value.sent_bytes) for value in values]
     mean = np.average([value.shares for value in values], axis=0, weights=weights)
     return tuple(mean.tolist())

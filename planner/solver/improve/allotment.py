@@ -32,6 +32,7 @@ def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluati
         for stage, ranks in zip(stages, allotment, strict=True):
             options = replace(stage.options, recompute=())
             placed.append(replace(stage, ranks=ranks, options=options))
+
         plan = leaner.lean_enough(priced(problem, placed).stages)
         if plan is not None:
             yield plan
@@ -76,6 +77,7 @@ def _mixtures(replicas: Sequence[int], free: Sequence[Ranks]) -> Iterator[tuple[
     if not replicas:
         yield ()
         return
+
     needed, *others_needed = replicas
     for counts in product(*(range(min(len(ranks), needed) + 1) for ranks in free)):
         if sum(counts) != needed:

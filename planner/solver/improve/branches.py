@@ -49,6 +49,7 @@ def improved_paths(
         states = tuning.near_choosing_states
     else:
         states = tuning.near_states
+
     for space, better in improved_cuts(graph, search.space, path, faster, tuning, states=states):
         yield PipelineSearch(search.problem, space), better
 
@@ -81,12 +82,14 @@ def improved_cuts(
     for neighbourhood in islice(cycle(neighbourhoods), tuning.rounds):
         if failures == len(neighbourhoods) or len(path.states) == 2:
             return
+
         cuts = [graph.of_layers(space.layers(0, state)) for state in path.states[1:-1]]
         nearby = space_of(graph.layer_costs, _flags(graph, _near(cuts, neighbourhood, states)))
         better = faster(nearby, path.seconds * (1 - tuning.min_gain_share))
         if better is None:
             failures += 1
             continue
+
         failures = 0
         space = nearby
         path = better

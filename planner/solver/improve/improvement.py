@@ -32,6 +32,7 @@ def improve(pool: Pool) -> None:
     problem = pool.problem
     if problem.schedule.chunked or problem.solver == "ilp":
         return
+
     # Stages may run in any way that keeps room for what is no tensor.
     searched = problem
     if problem.layer_costs.overheads is not None:
@@ -47,6 +48,7 @@ def least_late(pool: Pool) -> None:
     best = pool.best
     if best is None or not best.simulated or not pool.problem.schedule.stashes:
         return
+
     seen = pool.problem.budget.seen.values()
     nearly_s = best.seconds * pool.problem.tuning.evaluate.min_speedup_per_stale_update
     near = [plan for plan in seen if plan.seconds < nearly_s]
@@ -63,6 +65,7 @@ def climb(pool: Pool, searched: Problem) -> None:
     best = pool.best
     if best is None or pool.settled or pool.problem.budget.over:
         return
+
     space = _space_around(searched, best)
     first = _path(searched, space, best)
     if first is None:
@@ -86,6 +89,7 @@ def climb(pool: Pool, searched: Problem) -> None:
         pool.problem.budget.clock,
         trials.least_s,
     )
+
     for start in starts:
         local_search.from_(start)
         if not mixed:  # whose starts share one allowance
@@ -129,6 +133,7 @@ def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
     for plan in sorted(pool.usable, key=lambda plan: plan.seconds):
         shape = tuple((stage.layers, stage.replicas) for stage in plan.stages)
         by_shape.setdefault(shape, plan)
+
     return list(by_shape.values())[: pool.problem.tuning.improve.mixed_starts]
 
 
@@ -190,13 +195,16 @@ class _Trials:
                 or order.seconds >= min(least_s, self._pool.best_s) * self._lenient
             ):
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
+
             evaluation = simulated(self._problem, order, self._pool.best_s)
             if self._start.simulated and not evaluation.simulated:
                 break  # the budget ended the simulation
             if not self._pool.trains(evaluation):
                 continue
+
             least_s = min(least_s, self._problem.comparable_s(evaluation))
             self._pool.keep(evaluation)
+
         return least_s
 
     def _plans(self, path: CutPath) -> Iterable[Evaluation]:
@@ -204,6 +212,7 @@ class _Trials:
             return allotted(self._problem, stages_along(self._space, path))
         if path == self._first:
             return ()
+
         plan = self._pool.priced(stages_along(self._space, path))
         if not self._problem.allows(plan):
             return []
@@ -221,6 +230,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     problem = pool.problem
     if best is None or not _may_wait(best, problem):
         return
+
     space = _space_around(searched, best)
     path = _path(searched, space, best)
     if path is None:
@@ -234,6 +244,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
         below_s = min(pool.best_s, problem.hopeless_s)
         if plan.seconds >= below_s or problem.budget.clock.passed or not problem.allows(plan):
             continue
+
         evaluation = simulated(unlimited, plan, pool.best_s)
         if evaluation.simulated and pool.trains(evaluation):
             pool.keep(evaluation)
@@ -247,6 +258,7 @@ def _may_wait(plan: Evaluation, problem: Problem) -> bool:
     limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
     if schedule.asynchronous or not schedule.deepens or not limited:
         return False
+
     usual_s = problem.tuning.evaluate.assumed_waiting_share * plan.seconds
     return plan.seconds - plan.price_s > usual_s
 
@@ -262,10 +274,12 @@ def _path(problem: Problem, space: CutSpace, plan: Evaluation) -> CutPath | None
     """Return a plan's path over the space; None where some stage ends at none of its states."""
     if not problem.cluster.kinds and any(stage.ranks for stage in plan.stages):
         return None
+
     states = [0]
     for stage in plan.stages:
         state = space.state_of(stage.before | stage.layers)
         if state is None:
             return None
         states.append(state)
+
     return CutPath(tuple(states), tuple(stage.options for stage in plan.stages), np.inf)

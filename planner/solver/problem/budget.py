@@ -119,10 +119,12 @@ class Budget:
         key = pipeline.key
         if key in self.known:
             return self.known[key]
+
         unlimited = needed and not self.strict
         if self.clock.passed or (self.left <= 0 and not unlimited):
             self.exhausted = False
             return None
+
         room = math.inf if unlimited else self.left
         executed = 0
 
@@ -137,4 +139,5 @@ class Budget:
             self.exhausted = False
         elif seconds <= hopeless_s:
             self.known[key] = seconds
+
         return seconds

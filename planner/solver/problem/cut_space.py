@@ -105,6 +105,7 @@ def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
     for position, layer in enumerate(profile.layers):
         if position not in ends:
             forbidden.add(layer.name)
+
     names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden)
     coarser = problem.with_profile(replace(profile, no_cut_after=names))
     return replace(coarser, precision=problem.tuning.chain.some_cuts_precision)

@@ -98,6 +98,7 @@ class Downsets(CutSpace):
                 return None
             distances_s = np.abs(self.compute_s[between] - target_s)
             cuts.append(int(between[distances_s.argmin()]))
+
         return cuts
 
     def state_of(self, layers: frozenset[int]) -> int | None:
@@ -115,6 +116,7 @@ class Downsets(CutSpace):
         live = np.flatnonzero(self._made[:, state] & (used < self._users))
         if not len(live):
             return None
+
         unused = self._used[np.ix_(live, ends)] == used[live, None]
         return np.asarray(self._amounts[:, live] @ unused)
 
@@ -126,6 +128,7 @@ class Downsets(CutSpace):
         if at_work is None:
             nothing = np.asarray(0.0)
             return nothing, nothing, nothing
+
         own = self._inside[ends] & ~self._inside[state]
         saved, gradients, workspaces, updates = at_work
         kept = np.cumsum(own * saved, axis=1)

@@ -59,6 +59,7 @@ def drained_s(problem: Problem, *, in_order: bool = True) -> float:
             bound_s = np.inf
         else:
             bound_s = _several_stages_s(problem, totals, ends)
+
     return single_stage_s(problem, totals, bound_s)
 
 
@@ -92,6 +93,7 @@ def _ends_in_order(problem: Problem, totals: GroupTotals) -> _Ends | None:
     stages = _fewest_stages(ends)
     if stages is None:
         return None
+
     longest_s = _longest_s(problem, totals, ends)
     rest_s = np.cumsum(totals.compute_s[::-1])[::-1]
     return _Ends(stages, longest_s, _crossing_s(problem, totals), rest_s)
@@ -102,6 +104,7 @@ def _ends_of_any_layers(problem: Problem, totals: GroupTotals) -> _Ends | None:
     state_bytes = _least_state_bytes(problem, totals)
     if state_bytes.max() > totals.memory_bytes:
         return None
+
     stages = max(1, math.ceil(state_bytes.sum() / totals.memory_bytes * (1 - SLACK)))
 
     # The relaxed knapsack: the last of the layers that fit counts in part.
@@ -124,6 +127,7 @@ def _several_stages_s(problem: Problem, totals: GroupTotals, ends: _Ends) -> flo
     state_bytes = float(totals.kept_bytes.sum() + totals.optimizer_bytes.sum())
     if state_bytes > gpus * totals.memory_bytes:
         return np.inf
+
     longest_s = ends.longest_s
 
     # 2. The sum of all c_s before recomputation, with the messages of the first microbatch.
@@ -145,6 +149,7 @@ def _several_stages_s(problem: Problem, totals: GroupTotals, ends: _Ends) -> flo
 
         busiest_s = max(start_s, ratio * (once_s + again_s) - longest_s)
         bound_s = min(bound_s, filling_s + again_s + busiest_s)
+
     return bound_s
 
 
@@ -170,6 +175,7 @@ def _fewest_stages(ends: Sequence[int] | Integers) -> int | None:
             return None
         end = int(ends[end])
         stages += 1
+
     return stages
 
 

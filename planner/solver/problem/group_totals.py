@@ -34,6 +34,7 @@ class GroupTotals:
 
         forward_s = total("forward_s")
         kept_bytes = total("weight_bytes")
+
         # Of a single microbatch, gradients may not exist all at once.
         if problem.microbatches > 1:
             kept_bytes = kept_bytes + total("gradient_bytes")
@@ -60,6 +61,7 @@ def _room_bytes(problem: Problem) -> float:
     memory_bytes = problem.cluster.memory_bytes
     if memory_bytes is None:
         return np.inf
+
     overheads = problem.layer_costs.overheads
     if overheads is None:
         return float(memory_bytes)

@@ -58,6 +58,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     clock = problem.budget.clock
     if cluster.memory_bytes is None:
         return against_rules(problem)
+
     with suppress(OutOfTimeError):
         if fits(cluster.gpus, PLENTY) is None:
             return against_rules(problem)
@@ -131,6 +132,7 @@ def _leanest_plan(
         plan = fits(problem.cluster.gpus, trial_bytes)
         if plan is None:
             return None
+
         leanest = plan
         return max(plan.price.gpu_bytes)
 
@@ -140,6 +142,7 @@ def _leanest_plan(
         problem.budget.clock,
         precision=problem.tuning.explanation.memory_precision,
     )
+
     return leanest, proven
 
 
@@ -172,6 +175,7 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
         problem.budget.clock,
         problem.tuning.explanation.most_gpus_ratio,
     )
+
     if gpus is None or not proven:
         return []
     return [f"`gpus={gpus * problem.degree}`"]
@@ -204,13 +208,16 @@ def _least(
             trial = 2 * low if high is None else (low + high) // 2
             if trial > limit:
                 break
+
             clock.check()
             least = enough(trial)
             if least is None:
                 low = trial
             else:
                 high = least
+
         return high, True
+
     return high, False
 
 

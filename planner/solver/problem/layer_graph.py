@@ -39,6 +39,7 @@ class LayerGraph:
         self._group_of = {
             layer: number for number, group in enumerate(self.groups) for layer in group
         }
+
         # By group, the set of those that it needs, and of those that it feeds.
         self._needs = [0] * len(self.groups)
         self._feeds = [0] * len(self.groups)
@@ -47,6 +48,7 @@ class LayerGraph:
             for user in self._groups_of(value.users):
                 if user != producer:
                     self._connect(producer, user)
+
         # The loss comes last.
         *others, last = range(len(self.groups))
         for group in others:
@@ -70,16 +72,19 @@ class LayerGraph:
             for value in self.layer_costs.traffic:
                 if value.gradient_bytes:
                     yield self._groups_of(value.users)
+
         users: dict[str, set[int]] = {}
         for layer, weights in trained_parameters(self.layer_costs.profile).items():
             for weight in weights:
                 users.setdefault(weight, set()).add(self.layer_costs.position[layer])
+
         for layers in users.values():
             yield self._groups_of(layers)
 
     def _keep_order(self, users: Sequence[int]) -> None:
         if len(users) < 2:
             return
+
         first = [sum(1 << user for user in users[:count]) for count in range(len(users) + 1)]
         order = _Order(first[-1], frozenset(first))
         self._orders.append(order)
@@ -113,8 +118,10 @@ class LayerGraph:
                         larger[changed] = self._after_entry(border, changed, group)
                 if len(found) + len(larger) > most:
                     return None
+
             found += larger
             level = larger
+
         return found
 
     def nearest(self, downset: int, most: int) -> set[int]:
@@ -132,17 +139,20 @@ class LayerGraph:
                 changed = near ^ 1 << group
                 if changed in borders or not self._keeps_order(changed, group):
                     continue
+
                 enters = _has(changed, group)
                 if enters:
                     change = self._after_entry
                 else:
                     change = self._after_leaving
+
                 borders[changed] = change(border, changed, group)
 
                 step_s = self._seconds[group]
                 if enters == _has(downset, group):
                     step_s = -step_s
                 heapq.heappush(queue, (distance_s + step_s, changed))
+
         return nearest
 
     def with_groups_moved(self, downset: int, most: int) -> set[int]:
@@ -157,8 +167,10 @@ class LayerGraph:
             changed = self._with_group_moved(downset, group)
             if self._keeps_orders(changed, changed ^ downset):
                 moved.add(changed)
+
         if len(moved) <= most:
             return moved
+
         every = sorted(moved)
         seconds = np.array(self._seconds)
         distances_s = self._by_group([each ^ downset for each in every]) @ seconds
@@ -190,6 +202,7 @@ class LayerGraph:
                 may_leave |= (not self._feeds[group] & downset) << group
             else:
                 may_enter |= (not needs & ~downset) << group
+
         return _Border(may_enter, may_leave)
 
     def _after_entry(self, border: "_Border", downset: int, group: int) -> "_Border":
@@ -231,6 +244,7 @@ class LayerGraph:
             for producer in _members(needs):
                 before |= found[producer]
             found.append(before)
+
         return found
 
     @cached_property
@@ -242,6 +256,7 @@ class LayerGraph:
             for user in _members(self._feeds[group]):
                 after |= found[user]
             found[group] = after
+
         return found
 
     @cached_property

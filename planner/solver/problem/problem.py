@@ -243,6 +243,7 @@ class Problem:
             # Groups of ranks that divide layers are trained elsewhere so, and not here. A measured
             # profile is there to be trained with.
             runs = profile.provenance.source == "estimated"
+
         divides = fully and runs and why_whole(self.schedule, 2, [2]) is None
         return PossibleSharding(
             always=rule == "always",
@@ -330,6 +331,7 @@ class Problem:
         degree = one_degree(stage.options for stage in stages)
         if degree is None or not any_divided(stage.options for stage in stages):
             return self, stages, 1
+
         groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
         return self.on_groups_of(degree), groups, degree
 

@@ -89,6 +89,7 @@ class ReplicaModel(StageModel):
                     break
                 meets = missing & (self.stage_s(work, replicas) <= target_s)
                 fewest = np.where(meets, replicas, fewest)
+
         return fewest.astype(np.int64)
 
 
@@ -111,6 +112,7 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         distance = np.sqrt(np.maximum(discriminant, 0.0))
         root = (b + distance) / (2 * a)
+
     return np.where(exists, root, 0.0)
 
 
@@ -227,6 +229,7 @@ class DoubleBufferedReplicaModel(DoubleBufferedModel, AsynchronousReplicaModel):
             late = settled & (fewest <= most) & ~(self.stage_s(work, replicas) <= target_s)
             if np.all(settled & ~late):
                 return fewest
+
             fewest = bound + late
 
     def enough_before(self, replicas: Integers, after: Integers) -> NDArray[np.bool_]:

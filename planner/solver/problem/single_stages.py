@@ -84,6 +84,7 @@ def single_stage_s(
         for sharding in possible.of_replicas(replicas, whole=even):
             if divides_gradients and not sharding.divides_gradients:
                 continue
+
             options = StageOptions(replicas).with_sharding(sharding)
             again_s = _again_s(problem, totals, blocks, options)
             least_s = share * (totals.once_s + again_s)
@@ -109,6 +110,7 @@ def _again_s(
     state_bytes = optimizer_bytes + kept_bytes
     if state_bytes > totals.memory_bytes:
         return np.inf
+
     excess_bytes = state_bytes + blocks.saved_bytes.sum() - totals.memory_bytes
     return least_recomputation_s(problem, excess_bytes, blocks.gains_bytes, blocks.forward_s)
 
@@ -118,8 +120,10 @@ def _may_fit(problem: Problem, blocks: _Blocks, options: StageOptions, again_s: 
     memory_bytes = problem.cluster.memory_bytes
     if again_s == 0 or memory_bytes is None:
         return True
+
     lean = replace(options, recompute=tuple(map(frozenset, blocks.layers)))
     (held_bytes,) = _price(problem, lean).gpu_bytes
+
     # A block that does not recompute keeps no values that enter it, and all else.
     return held_bytes - blocks.largest_entry_bytes <= memory_bytes
 

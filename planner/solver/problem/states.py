@@ -205,6 +205,7 @@ class Chain(CutSpace):
             self._states = np.arange(len(cuts))
         else:
             self._states = states
+
         self._before = cuts[self._states]  # layers before each state
 
         sums: dict[str, Floats] = {}
@@ -220,6 +221,7 @@ class Chain(CutSpace):
         for producer, users, amounts in self._values:
             # produced, and needed by a later user
             fronts[:, producer + 1 : users[-1] + 1] += amounts[:, None]
+
         super().__init__(layer_costs, sums, fronts[:, self._before])
 
     def spread(self, most: int) -> Integers:
@@ -270,6 +272,7 @@ class Chain(CutSpace):
         if at_work is None:
             nothing = np.asarray(0.0)
             return nothing, nothing, nothing
+
         first = self._before[state]
         layers = at_work[:, first : self._before[np.max(ends)]]
         working, accumulating = working_bytes(*layers[:3])
@@ -294,6 +297,7 @@ class Chain(CutSpace):
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
                 last = user
+
         return [_sums_from_each_use(entries) for entries in live]
 
 
@@ -305,6 +309,7 @@ def _sums_from_each_use(entries: list[tuple[int, Floats]]) -> tuple[Integers, Fl
     if entries:
         last_first = np.stack([weights for _, weights in entries[::-1]], axis=1)
         sums[:, :-1] = np.cumsum(last_first, axis=1)[:, ::-1]
+
     return uses, sums
 
 
@@ -320,6 +325,7 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
         for end, layer in enumerate(profile.layers, 1)
         if layer.name not in forbidden or end == last
     ]
+
     return [tuple(range(first, end)) for first, end in pairwise([0, *ends])]
 
 

@@ -40,8 +40,10 @@ def propose_chain(problem: Problem, pool: Pool) -> Iterator[Batch]:
     if path is None and cuts.branches:
         search = PipelineSearch(problem, cuts.space)
         path = search.best()
+
     if path is None:
         raise UnexplainedError(lambda: explain(problem, _Fits(problem, search), search.leaner()))
+
     found = search.found(path)
 
     # 2. Over all cuts.
@@ -51,6 +53,7 @@ def propose_chain(problem: Problem, pool: Pool) -> Iterator[Batch]:
         wider = _faster(PipelineSearch(problem, cuts.space), path)
         bound_s = min(bound_s, wider.bound_s)
         faster = wider.plans
+
     if problem.sharding.gradients:
         bound_s = with_single_stages(problem, bound_s)  # which the search has none of
     pool.raise_bound(bound_s)
@@ -62,6 +65,7 @@ def propose_chain(problem: Problem, pool: Pool) -> Iterator[Batch]:
     if cuts.improved:
         better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
         yield better[::-1][: problem.tuning.branches.most_proposed]
+
     yield from plans_that_wait_less(search, pool, batch)
 
 
@@ -76,6 +80,7 @@ def _faster(search: PipelineSearch, known: CutPath) -> BoundedPlans:
             path = search.faster(known.seconds)
     except OutOfTimeError:
         return BoundedPlans((), search.relaxed_s())
+
     if path is not None:
         return search.found(path)
     return BoundedPlans((), search.bounded(known).bound_s)
@@ -96,6 +101,7 @@ class _Fits:
             or not self._problem.sharding.gradients
         ):
             return plan
+
         # The search knows no replicas that divide gradients and weights.
         cluster = self._problem.cluster.with_memory(lambda _: memory_bytes)
         rules = replace(self._problem.rules, max_stages=1)

@@ -37,6 +37,7 @@ def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:
     for layer, weights in trained_parameters(costs.profile).items():
         for weight in weights:
             users.setdefault(weight, []).append(costs.position[layer])
+
     return sorted({tuple(sorted(layers)) for layers in users.values() if len(layers) > 1})
 
 
@@ -46,6 +47,7 @@ def counted(problem: Problem, depth: int) -> Problem:
     for first, *ends in users_of_tied_weights(problem.layer_costs):
         held.append((first, first, 2))  # a copy holds its gradient twice
         held.extend((other, first, 2 * depth + 1) for other in ends)
+
     profile = counted_with_copies(problem.layer_costs.profile, held)
     assert profile is not None, "the model has tied weights"
     return problem.with_profile(profile)
@@ -85,9 +87,11 @@ def _fitting(
     for _ in range(problem.tuning.propose.most_even_tries):
         if problem.clock.passed:
             return
+
         path = search.best(pool.best_s)
         if path is None:
             return
+
         stages = stages_along(search.space, path)
         yield [stages]
 
@@ -95,6 +99,7 @@ def _fitting(
         missing_bytes = uncounted_bytes(problem, copies, stages)
         if memory_bytes is None or missing_bytes <= 0:
             return
+
         limits = replace(search.limits, memory_bytes=memory_bytes - missing_bytes)
         search = EvenSearch(search.space, search.model, limits, search.users, search.replicas)
 
@@ -113,6 +118,7 @@ def uncounted_bytes(problem: Problem, copies: Problem, stages: Sequence[Candidat
     for held_bytes, known_bytes in zip(held, known, strict=True):
         if cluster.memory_bytes is not None and held_bytes > cluster.memory_bytes:
             missing_bytes = max(missing_bytes, held_bytes - known_bytes)
+
     return missing_bytes
 
 
@@ -153,7 +159,9 @@ class EvenSearch(Search):
                 return None
             else:
                 low_s = target_s
+
             target_s = float(np.sqrt(max(low_s, high_s * usual) * high_s))
+
         return best
 
     def suffixes(

@@ -28,11 +28,13 @@ def check_solver(problem: Problem) -> None:
     """Raise InputError if no method takes the problem."""
     if not problem.schedule.chunked:
         return
+
     wants = ""
     if problem.cluster.kinds:
         wants = "GPUs of several kinds"
     elif problem.solver == "ilp":
         wants = "`solver=ilp`"
+
     if wants:
         raise InputError(
             f"the schedule {problem.schedule} is solved by the search alone, which does not take "
@@ -66,6 +68,7 @@ def propose_small_program(problem: Problem, pool: Pool) -> Iterator[Batch]:
     too_many = columns > problem.tuning.propose.most_program_columns
     if problem.solver != "auto" or len(cluster.joined) > 1 or too_many:
         return
+
     try:
         yield from propose_program(problem, pool)
     except InfeasibleError:
@@ -88,6 +91,7 @@ def solve_by_program(problem: Problem) -> IlpAnswer:
         answer = solve_ilp(problem)
     except (TimeoutError, OutOfTimeError):
         raise no_plan_yet(problem.clock) from None
+
     if answer is None:
         raise _infeasible(problem)
     return answer
@@ -111,6 +115,7 @@ def _infeasible(problem: Problem) -> InfeasibleError:
         return again(replace(cluster, memory_bytes=memory_bytes))
 
     plenty = tuple(replace(kind, memory_bytes=PLENTY) for kind in cluster.kinds)
+
     # Without a memory limit only the rules can be the reason.
     if again(replace(cluster, kinds=plenty, memory_bytes=None)) is None:
         return against_rules(problem)
@@ -140,10 +145,12 @@ def solve_ilp(problem: Problem) -> IlpAnswer | None:
     answer = Flow(problem, columns).solve()
     if answer is None:
         return None
+
     if not columns.exact:  # this says nothing of others
         bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
         optimal = answer.optimal and bound_s >= answer.seconds * (1 - SLACK)
         answer = replace(answer, bound_s=bound_s, optimal=optimal)
+
     return replace(answer, stages=_ranked(problem, answer))
 
 
@@ -167,6 +174,7 @@ def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
         kind = kind_on(problem.layer_costs, cluster, stage, ranks)
         options = replace(stage.options, kind=kind)
         stages.append(replace(stage, ranks=tuple(sorted(ranks)), options=options))
+
     return tuple(stages)
 
 
@@ -186,6 +194,7 @@ def _seats(problem: Problem, answer: IlpAnswer) -> list[set[int]]:
                 if rank not in replica_on or seat(replica_on[rank], tried):
                     replica_on[rank] = replica
                     return True
+
         return False
 
     seated = [seat(replica, set()) for replica in range(len(stage_of))]

@@ -30,12 +30,14 @@ def propose_interleaved(problem: Problem, pool: Pool) -> Iterator[Batch]:
     paths, bound_s = search.best()
     if not paths:
         raise UnexplainedError(lambda: _explanation(problem, space))
+
     if places_matter(problem.cluster):
         # With all links as near as the nearest no plan takes longer, so its bound holds, and the
         # cuts suit plans whose pipelines stay within servers.
         near = InterleavedSearch(space, problem.setting, problem.limits, problem.topology.link(0))
         near_paths, bound_s = near.best()
         paths = _distinct([*paths, *near_paths])
+
     pool.raise_bound(bound_s)
     yield [stages_along(space, path) for path in paths]
 

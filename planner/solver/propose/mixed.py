@@ -47,12 +47,14 @@ def propose_mixed(problem: Problem, pool: Pool) -> Iterator[Batch]:
             f"{len(kinds)} kinds of GPUs have too many orders to try",
             hint=f"join kinds that are much alike: up to {most_kinds} are tried",
         )
+
     whole = list(_whole_models(problem, kinds))
     lines = _Lines(
         problem,
         kinds,
         best_s=min((_price_s(problem, stages) for stages in whole), default=np.inf),
     )
+
     yield [*whole, *lines.plans()]
 
     if pool.best is None and not pool.usable and pool.untrained is None:
@@ -71,6 +73,7 @@ def _kinds_alike(problem: Problem) -> list[Ranks]:
     for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
         key = kind.name, kind.speed, cluster.memory_of(kind), kind.link_ratios
         alike[key] = (*alike.get(key, ()), *ranks)
+
     return list(alike.values())
 
 
@@ -123,6 +126,7 @@ class _Lines:
                 self._take(_same_for_all(slower), true=False)
         except OutOfTimeError:
             pass  # what was met so far is proposed
+
         return self._met
 
     def _links(self) -> list[LinkOf]:
@@ -137,6 +141,7 @@ class _Lines:
         for level in range(len(topology)):
             link_of = partial(topology.link, level)
             choices.setdefault(tuple(map(link_of, self.kinds)), link_of)
+
         rates = {links: [link.bandwidth_bytes_per_s for link in links] for links in choices}
         return [choices[links] for links in sorted(choices, key=rates.__getitem__)]
 
@@ -157,7 +162,9 @@ class _Lines:
                 else:
                     seconds = path.seconds
                 best_s = min(best_s, seconds)
+
             self.problem.clock.check()
+
         if true:
             self.best_s = min(self.best_s, best_s)
 
@@ -175,6 +182,7 @@ class _Lines:
             kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
             link = link_of(ranks)
             tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
+
         return tables
 
 
@@ -203,6 +211,7 @@ def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iter
     plan = search.within(best_s * (1 - tuning.fine_step))
     if plan is None:
         return
+
     # not the same again, where a target rounds to its seconds
     while plan is not None and plan.max_s < high_s:
         yield plan
@@ -228,6 +237,7 @@ def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[
     widest = search.within(np.inf)
     if widest is None:
         return
+
     limit_s = min(widest.max_s, best_s - widest.sum_s)
     if limit_s <= 0:
         return
@@ -239,6 +249,7 @@ def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[
         if plan.seconds < best_s:
             best = plan
             best_s = plan.seconds
+
     if best is None:
         return
 

@@ -122,6 +122,7 @@ def _points(problem: Problem, layers: "_Layers", cut: Cut) -> Iterator[_Point]:
         replicas = used // stages
         if not 1 <= replicas <= most_replicas:
             continue
+
         least_s = sums.least_s(replicas)
         for sharding in problem.shardings(replicas, stages):
             options = StageOptions(replicas).with_sharding(sharding)
@@ -176,10 +177,12 @@ class _StageSums:
         problem = self.problem
         if problem.cluster.kinds:
             return 0.0  # devices may be faster than the profiled one
+
         busy_s = self.slowest_s * problem.microbatches / replicas
         if problem.schedule.formula == "synchronous":
             # The first microbatch passes all stages, and the others wait for the slowest one.
             busy_s = self.once_s + max(0.0, busy_s - self.slowest_s)
+
         return busy_s * (1 - SLACK)
 
     def may_fit(self, options: StageOptions) -> bool:
@@ -187,6 +190,7 @@ class _StageSums:
         cluster = self.problem.cluster
         if cluster.kinds or cluster.memory_bytes is None:
             return True
+
         kept_parts = options.shards if options.shards_gradients else 1
         held_bytes = self.kept_bytes / kept_parts + self.optimizer_bytes / options.shards
         return float(held_bytes.max()) <= cluster.memory_bytes
@@ -202,6 +206,7 @@ def _numbers_of_stages(problem: Problem, most: int) -> list[int]:
         for count, stages in zip(using_all, accumulate(using_all), strict=True):
             if stages <= problem.tuning.propose.most_regular_stages:
                 counts.add(count)
+
     return sorted(count for count in counts if count <= most)
 
 
@@ -222,4 +227,5 @@ def counts_to_try(gpus: int, tuning: RestrictedTuning) -> list[int]:
         quarters = range(octave, 2 * octave, octave // 4)
         counts.update(count for count in quarters if count <= gpus)
         octave *= 2
+
     return sorted(counts, reverse=True)

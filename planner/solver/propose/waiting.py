@@ -107,6 +107,7 @@ def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> It
     """
     if pool.best is None or not pool.best.simulated:
         return
+
     if search.problem.schedule.asynchronous:
         yield from _propose_straight(search, pool)
         yield from _propose_simpler(search, pool)
@@ -124,12 +125,14 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
         settled = pool.best is not None and pool.best.seconds <= settled_s
         if settled or pool.spent:
             return
+
         model = problem.synchronous(problem.link.slowed(factor))
         other = SynchronousSearch(search.space, model, problem.limits)
         try:
             other.best(precision=max(problem.precision, RESOLUTION))
         except OutOfTimeError:
             return
+
         met = [search.priced(path).stages for path in other.found]
         yield [*known, *met]
 
@@ -143,6 +146,7 @@ def _propose_straight(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
     problem = search.problem
     if not problem.schedule.stashes:
         return
+
     tuning = problem.tuning.evaluate
     limits = _on_at_most(problem.limits, tuning.most_workers)
     straight = StraightSearch(search.space, problem.asynchronous(), limits)
@@ -170,6 +174,7 @@ def _on_fewer_gpus(problem: Problem, kind: _Kind, pool: Pool) -> Iterator[CutPat
     best plan.
     """
     model = problem.asynchronous(kind.link)
+
     # On a slower link a plan looks slower than it is, so its limit is more generous.
     is_slower = kind.link.bandwidth_bytes_per_s < problem.link.bandwidth_bytes_per_s
     generous = 1.0
@@ -184,10 +189,12 @@ def _on_fewer_gpus(problem: Problem, kind: _Kind, pool: Pool) -> Iterator[CutPat
             continue  # the best plan on more GPUs left some unused
         if pool.spent:
             return
+
         search = kind.search_type(kind.space, model, replace(kind.limits, gpus=count))
         path = search.best(pool.best_s * generous)
         if path is None:
             return
+
         used = path.gpus
         yield path
 
@@ -199,6 +206,7 @@ def _adapting(search: PipelineSearch) -> Adapt:
     problem = search.problem
     if not problem.placed or problem.cluster.gpus > problem.tuning.levels.most_placed_gpus:
         return lambda path, _: path
+
     nearby = local_search_for(problem, search.space, PathPrices(problem, search.space).strain)
 
     def adapted(path: CutPath, below_s: float) -> CutPath:
@@ -212,6 +220,7 @@ def _adapting(search: PipelineSearch) -> Adapt:
 def _kinds(search: PipelineSearch) -> Iterator[_Kind]:
     """Yield the kinds of plans, each with the most GPUs to propose it for."""
     problem = search.problem
+
     # Paths over the copies' cuts are priced over the search's: both must be along the order.
     copies = None
     if isinstance(search.space, Chain):
@@ -221,6 +230,7 @@ def _kinds(search: PipelineSearch) -> Iterator[_Kind]:
         if copies is not None:
             for search_type in SEARCHES:
                 yield _Kind(search_type, copies, problem.link, most)
+
         for search_type in SEARCHES:
             yield _Kind(search_type, search.space, problem.link, most)
 
@@ -247,6 +257,7 @@ def _families(problem: Problem, space: CutSpace) -> list[Limits]:
         return [limits]
     if len(space) > problem.tuning.chain.most_choosing_states:
         return [limits]
+
     if rules.shard_optimizer == "auto":
         rules = replace(rules, shard_optimizer="never")
     return [replace(limits, rules=rules, whole_stages=True), limits]
@@ -264,6 +275,7 @@ def _faster_links(problem: Problem, space: CutSpace) -> list[Link]:
     """Return faster links than the slowest of several levels, which some messages cross."""
     if not problem.placed:
         return []
+
     own = problem.link.bandwidth_bytes_per_s
     ratio = problem.tuning.waiting.faster_link_ratio
     count = problem.tuning.waiting.faster_links

@@ -63,6 +63,7 @@ class LeastSums:
             else:
                 chosen = values[stage, better]
             self.first[name][number, state, better] = chosen
+
         return better, stage
 
     def reached(self, state: int) -> Integers:

@@ -100,12 +100,14 @@ class LineSearch:
         for cut in reversed(range(last)):
             if self._problem.clock.passed:
                 return None
+
             openings[cut] = self._openings(cut, limit_s)
             for rows in _batches(len(openings[cut].run), batch):
                 stages = openings[cut].only(rows)
                 place = self._run_at[stages.replicas - 1]
                 spans = place == stages.run[:, None]
                 table.prepend(cut, rows, stages, spans)
+
             table.idle(cut)
 
         if not np.isfinite(table.sums[0, 0, self.gpus]):

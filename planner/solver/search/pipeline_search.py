@@ -70,6 +70,7 @@ class PipelineSearch:
                     return search.rough() or search.best()
             elif states > tuning.synchronous.most_states:
                 raise OutOfTimeError
+
         return self._best(np.inf, precision_of(problem))
 
     def faster(self, below_s: float, precision: float = RESOLUTION) -> CutPath | None:
@@ -81,7 +82,9 @@ class PipelineSearch:
         except OutOfTimeError:
             self.interrupted = True
             return None
+
         self.interrupted |= self.problem.clock.passed
+
         # A synchronous search may also find slower ones.
         if path is not None and path.seconds < below_s * (1 - SLACK):
             return path
@@ -101,6 +104,7 @@ class PipelineSearch:
         assert bounded.path is not None
         best = self.priced(bounded.path)
         columns = self._in_columns(path, best)
+
         # The bound comes from the search and the seconds from the price, which add the same in
         # another order.
         bound_s = min(bounded.bound_s, columns.bound_s, best.seconds)
@@ -115,6 +119,7 @@ class PipelineSearch:
         misses_places = places_matter(self.problem.cluster) and not self.problem.placed
         if self.interrupted or misses_places:
             return BoundedPath(path, self.relaxed_s())
+
         found = BoundedPath(path, path.seconds)
         if self.problem.placed:
             found = search_levels(self.problem, self.space, path)
@@ -130,6 +135,7 @@ class PipelineSearch:
             return False
         if len(self.space) > self.problem.tuning.chain.most_choosing_states:
             return True
+
         in_order = isinstance(self.space, Chain)
         return not exact_everywhere(self.problem.layer_costs, in_order=in_order)
 
@@ -144,6 +150,7 @@ class PipelineSearch:
             path = search.best()
         except OutOfTimeError:
             path = None
+
         if path is None or search.interrupted:
             return self.relaxed_s()
         if problem.placed and problem.precision > 0:
@@ -177,6 +184,7 @@ class PipelineSearch:
             "a larger `max_stages`": replace(rules, max_stages=None),
             "a larger `max_staleness`": replace(rules, max_staleness=None),
         }
+
         return {
             argument: PipelineSearch(replace(problem, rules=changed), self.space).fits
             for argument, changed in others.items()
@@ -191,6 +199,7 @@ class PipelineSearch:
             memory_bytes=memory_bytes,
             clock=self.problem.budget.clock,
         )
+
         path = self._search(limits).within(ANY_TIME_S)
         if path is None:
             return None

@@ -66,6 +66,7 @@ def trade_offs(
         plan = least_sum(limit_s)
         if plan is None:
             return
+
         yield plan
 
         limit_s = plan.max_s
@@ -73,6 +74,7 @@ def trade_offs(
             best_s = min(best_s, plan.sum_s + plan.max_s)
             # The maximum itself is a limit, because rounding could leave the difference above it.
             limit_s = min(limit_s, best_s - plan.sum_s)
+
         limit_s *= 1 - step
         if limit_s <= floor_s:
             return

@@ -117,6 +117,7 @@ class _Estimates:
         self.look_at(sizes[0])
         if len(sizes) == 1 or math.isinf(self.sample_s[sizes[0]]):
             return ()
+
         self.look_at(sizes[1])
         promising = min(sizes, key=self.on_the_line)
         if promising not in self.sample_s:
@@ -127,6 +128,7 @@ class _Estimates:
             if self.request.clock.passed:
                 return tuple(size for size in sizes if self._worth_a_look(size))
             self.look_at(size)
+
         return ()
 
     def look_at(self, size: int) -> None:
@@ -221,6 +223,7 @@ def extended(one: Profile, other: Profile, size: int) -> Profile:
         )
         for before, after in zip(one.layers, other.layers, strict=True)
     )
+
     kinds = other.kinds and tuple(
         replace(
             after,
@@ -233,4 +236,5 @@ def extended(one: Profile, other: Profile, size: int) -> Profile:
         )
         for before, after in zip(one.kinds or (), other.kinds, strict=True)
     )
+
     return replace(other, layers=layers, kinds=kinds, microbatch_size=size)

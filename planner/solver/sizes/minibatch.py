@@ -93,6 +93,7 @@ def _check_tokens(options: SolveOptions, tokens: int, profile: Profile) -> None:
         why = "`minibatch` says the same"
     elif mean_tokens(profile) is None:
         why = f"'{profile.model}' reads no tokens"
+
     if why is not None:
         raise InputError(
             f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`"

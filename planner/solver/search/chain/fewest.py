@@ -139,6 +139,7 @@ class FewestReplicas:
         if too_few.any():
             least = np.where(replicas > 1, np.maximum(least, several), least)
             replicas = self.model.fewest_replicas(work, target_s, least, after)
+
         return replicas, np.broadcast_to(several > 1, replicas.shape).copy()
 
     def _to_hold(
@@ -151,6 +152,7 @@ class FewestReplicas:
         if memory_bytes is None:
             one = np.ones(1, dtype=np.int64)
             return one, one
+
         costs = self.space.layer_costs
         footprint = self.variants.plainest_footprint(state, ends, work)
 
@@ -279,6 +281,7 @@ class Trial:
             replicas,
             self.after[stage],
         )
+
         meets = allowed & (model.stage_s(work, replicas) <= self.target_s)
         how = np.where(meets, RECOMPUTING if variants.recomputes else PLAIN, MISSED)
         if variants.limits.memory_bytes is None:
@@ -294,6 +297,7 @@ class Trial:
             replicas[rows],
             in_flight[rows],
         )
+
         work = replace(taken(work, rows), recompute_s=recompute_s)
         in_time = model.stage_s(work, replicas[rows]) <= self.target_s
         chosen = np.where(choice == 0, how[rows], RECOMPUTING)

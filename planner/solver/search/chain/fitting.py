@@ -85,6 +85,7 @@ class FittingVariants:
                 self.model.schedule,
                 self.model.microbatches,
             )
+
             known.add(new_keys, *_first_of_each(variants, fits & (variants.sharded == sharded)))
             places, _ = known.find(keys)
 

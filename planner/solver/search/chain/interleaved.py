@@ -42,6 +42,7 @@ class InterleavedSearch:
         self.setting = setting
         self.limits = limits
         self.link = link or link_of(setting.cluster)
+
         # The tables of all stages grow with the square of the states.
         most_states = limits.tuning.interleaved.most_states
         self.sampled = len(space) > most_states
@@ -59,6 +60,7 @@ class InterleavedSearch:
             for copies in range(1, gpus // workers + 1)
             if self._worth_a_try(workers, copies)
         ]
+
         return sorted(
             shapes, key=lambda shape: (self.bound_s(shape), shape.workers * shape.replicas)
         )
@@ -94,6 +96,7 @@ class InterleavedSearch:
             if path is not None:
                 paths.append(path)
                 fastest_s = min(fastest_s, path.seconds)
+
             if not exact or self.sampled:
                 bounds.append(bound_s)
 
@@ -121,6 +124,7 @@ class InterleavedSearch:
             all_exact &= exact
             if cuts.over_bytes == 0:
                 paths.append(self._path(cuts, shape, sharded))
+
         best = min(paths, key=lambda path: path.seconds, default=None)
         return best, all_exact and len(sharding) == 1
 
@@ -129,6 +133,7 @@ class InterleavedSearch:
         gpus = self.limits.gpus
         if microbatches // copies < workers:
             return False
+
         few = gpus <= self.limits.tuning.interleaved.most_exhaustive_gpus
         return few or copies == min(gpus // workers, microbatches // workers)
 
@@ -167,6 +172,7 @@ class InterleavedSearch:
             exact &= least.settled
             if least.key < best.key:
                 best = least
+
         return best, exact
 
     def _path(self, cuts: "_Cuts", shape: InterleavedShape, sharded: bool) -> CutPath:

@@ -101,6 +101,7 @@ class Walk:
             first = self.replicas[meets.argmax(axis=0)]
             fewest = np.where(meets.any(axis=0), first, too_many)
             np.minimum.at(needed, stages.variants.ends, needed[state] + fewest)
+
         return np.minimum(needed, too_many)
 
     def _trials(
@@ -120,6 +121,7 @@ class Walk:
         most = min(int(left.max(initial=0)), len(self.replicas))
         if most < 1:
             return
+
         replicas = self.replicas[:most, None]
         after = stages.after[:most]
         in_time = stages.max_s[:most] <= limit_s
@@ -151,6 +153,7 @@ class Walk:
         least_s = sums[self.gpus]
         if not np.isfinite(least_s):
             return None
+
         # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
         gpus = int(np.argmax(sums <= least_s * (1 + RESOLUTION)))
 

@@ -89,6 +89,7 @@ class Search:
             if best is None:
                 raise
             self.interrupted = True
+
         return best
 
     def _ever_better(
@@ -100,13 +101,16 @@ class Search:
             start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION))
         else:
             start_s = rough.seconds
+
         best = self.within(start_s)
         if best is None:
             return
+
         if rough is not None:
             if best.seconds > rough.seconds * (1 + RESOLUTION):
                 return
             self._tighten(start_s)
+
         yield best
 
         # 2. A single stage has a closed form, and is often near the optimum.
@@ -132,6 +136,7 @@ class Search:
             if targets.gap_s < tighten_at_s:
                 self._tighten(target_s)
                 tighten_at_s = targets.gap_s / tuning.tighten_ratio
+
         yield best
 
         # 4. Among equally fast plans, this walk takes the one with fewest GPUs.
@@ -164,6 +169,7 @@ class Search:
             suffixes = self._walk(target_s, most_stages)
             if suffixes.gpus[-1, 0] > self.gpus:
                 return None
+
             if most_stages is None:
                 self._least_after = suffixes.gpus[-1]
             return self._trace(*suffixes.path(), target_s)
@@ -191,6 +197,7 @@ class Search:
             rows, columns = np.nonzero(after + least <= most)
             if not len(rows):
                 continue
+
             ends = ends[columns]
             after = after[rows, columns]
 
@@ -211,6 +218,7 @@ class Search:
                         int(gpus[pick]),
                         bool(recomputes[pick]),
                     )
+
         return suffixes
 
     def _room(self, target_s: float) -> Integers:
@@ -278,6 +286,7 @@ class Search:
             stage_options, stage_s = quickest
             options.append(stage_options)
             seconds = max(seconds, stage_s)
+
         return CutPath(tuple(states), tuple(options), seconds)
 
     def single_stage(self) -> CutPath | None:
@@ -286,6 +295,7 @@ class Search:
         quickest = self._fewest.quickest(0, last, self._counts(), 0)
         if quickest is None:
             return None
+
         options, seconds = quickest
         return CutPath((0, last), (options,), seconds)
 

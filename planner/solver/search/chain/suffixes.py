@@ -104,4 +104,5 @@ class Suffixes:
             replicas.append(int(self._replicas[row, states[-1]]))
             states.append(int(self._end[row, states[-1]]))
             row -= self._numbered
+
         return states, replicas

@@ -68,6 +68,7 @@ class SynchronousSearch:
         if multiple > 1:
             uneven = (replicas * self._unit % multiple > 0)[:, None]
             stages = [replace(each, max_s=np.where(uneven, np.nan, each.max_s)) for each in stages]
+
         self._walk = Walk(
             stages,
             replicas,
@@ -93,6 +94,7 @@ class SynchronousSearch:
             self._meet(below_s, precision)
             if not self.interrupted:
                 self._known.met[asked] = self.found
+
         return min(self.found, key=lambda path: path.seconds, default=None)
 
     def _meet(self, below_s: float, precision: float) -> None:
@@ -140,6 +142,7 @@ class SynchronousSearch:
         while answer is None:
             limit_s *= self._tuning.limit_ratio
             answer = self.within(limit_s)
+
         enough_s = answer.seconds * self._tuning.limit_ratio
         return max(enough_s - self._least_s, answer.max_s)
 
@@ -196,6 +199,7 @@ def _unit(states: int, gpus: int, most_replicas: int, tuning: SynchronousTuning)
     unit = 1
     if gpus <= tuning.most_single_gpus:
         return unit
+
     entries = states**2 // 2 * most_replicas
     while unit < most_replicas and entries // unit > tuning.most_entries:
         unit *= 2

@@ -29,6 +29,7 @@ class Targets:
         self._strict = False  # whether to ask for anything better
         self._halvings = 0  # since the last such question
         self._patience = tuning.most_halvings if near else 1
+
         # If the time is near the upper bound, the lower one should come near first.
         self._least_s = 0.0
         if near:

@@ -73,6 +73,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
         if time_limit_s is not None:
             limit_s = max(time_limit_s, tuning.least_limit_s)
         options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
+
         # With more threads, the same program may have another of its best solutions.
         super().__init__(
             path=_PATH,
@@ -83,6 +84,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
             timeLimit=limit_s,
             options=options,
         )
+
         self._folder = folder
         self._stop = stop
         self._poll_s = tuning.poll_s
@@ -96,6 +98,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
         if not self._run(program, solution):
             lp.assignStatus(pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound)
             return int(pulp.LpStatusNotSolved)
+
         status, values, *_, found = self.readsol_MPS(str(solution), lp, variables, names, rows)
         lp.assignVarsVals(values)
         lp.assignStatus(status, found)
@@ -113,6 +116,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
         command += ["-solve", "-printingOptions", "all", "-solution", str(solution)]
 
         nowhere = subprocess.DEVNULL
+
         # In a session of its own, so that Ctrl-C in a terminal is for this process alone.
         process = subprocess.Popen(
             command,
@@ -122,6 +126,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
             start_new_session=True,
             preexec_fn=_ending_with_parent(),
         )
+
         try:
             while not self._stop.is_set():
                 try:
@@ -133,6 +138,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
                         f"the solver CBC ended with exit code {code} and without an answer"
                     )
                 return True
+
             return False
         finally:
             process.kill()

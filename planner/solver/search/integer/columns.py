@@ -40,6 +40,7 @@ class Columns:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+
         # The same cuts for every kind of device, with its own times.
         self._spaces = [Chain(problem.layer_costs.on_kind(kind)) for kind in problem.kinds]
         self.space = self._spaces[0]
@@ -64,6 +65,7 @@ class Columns:
                     f"more than {most} stages are too many for an integer program",
                     hint="use `solver=search`",
                 )
+
         return columns
 
     @property
@@ -116,6 +118,7 @@ class Columns:
                 as_fast = [other for other in smaller if other.max_s <= max_s]
                 if most_after < 0 or any(other.most_after >= most_after for other in as_fast):
                     continue
+
                 column = Column(
                     start=state,
                     end=int(stages.variants.ends[variant]),
@@ -125,6 +128,7 @@ class Columns:
                     max_s=max_s,
                     most_after=most_after,
                 )
+
                 yield column
                 smaller.append(column)
 

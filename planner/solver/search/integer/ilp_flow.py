@@ -94,6 +94,7 @@ class Flow:
         best = self._with_fewest_gpus(self.arcs)
         if best is None:
             return None
+
         times = np.unique([arc.column.max_s for arc in self.arcs])
         first = 0
         last = int(np.searchsorted(times, best.seconds))  # the answer is among times[first .. last]
@@ -109,6 +110,7 @@ class Flow:
                     last = int(np.searchsorted(times, best.seconds))
         except TimeoutError:
             return self._answer(best, float(times[first]), optimal=False)
+
         return self._answer(best, best.seconds, optimal=True)
 
     def _least_total(self) -> IlpAnswer | None:
@@ -125,13 +127,16 @@ class Flow:
             if best is None:
                 raise
             optimal = False
+
         if best is None:
             return None
+
         best = self._leanest(best)
         if optimal:
             bound_s = best.seconds
         else:
             bound_s = min(bound_s, best.seconds)
+
         return self._answer(best, bound_s, optimal=optimal)
 
     def _least_sum(self, limit_s: float) -> _Chosen | None:
@@ -147,6 +152,7 @@ class Flow:
             lean = self._with_fewest_gpus(arcs, chosen.sum_s)
         except TimeoutError:
             return chosen
+
         if lean is None or lean.seconds > chosen.seconds * slack:
             return chosen
         return lean
@@ -159,6 +165,7 @@ class Flow:
             # One number that orders by GPUs, then stages, then recomputing stages.
             stages = arc.column.replicas * weight + 1
             costs.append(stages * weight + arc.column.options.recomputes)
+
         return self._cheapest(arcs, costs, most_sum_s)
 
     def _cheapest(
@@ -191,6 +198,7 @@ class Flow:
             return None
         if status != "optimal":
             raise TimeoutError
+
         columns = [arc.column for arc, x in zip(arcs, chosen, strict=True) if x.value() > 0.5]
         return _Chosen(tuple(sorted(columns, key=lambda column: column.start)))
 
@@ -237,6 +245,7 @@ class Flow:
         for column in best.columns:
             before = self.columns.sets[column.start]
             stages.append(Candidate(before, self.columns.layers(column), column.options))
+
         kinds = tuple(column.kinds for column in best.columns)
         return IlpAnswer(tuple(stages), best.seconds, bound_s, optimal, kinds)
 
@@ -263,7 +272,9 @@ def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
                 tail = column.start, after + column.replicas
                 head = column.end, after
                 arcs.append(_Arc(column, tail, head))
+
         _refuse_many(arcs, most)
+
     return arcs
 
 

@@ -64,10 +64,12 @@ def search_columns(
     for columns in _numbers_of_columns(problem):
         if any(columns % number == 0 for number in hopeless):
             continue
+
         faster = _faster_paths(problem, space, columns, best.seconds)
         paths += faster
         if problem.clock.passed:
             break
+
         if not faster:
             hopeless.append(columns)
         for path in faster:
@@ -97,6 +99,7 @@ def _numbers_of_columns(problem: Problem) -> list[int]:
         bounds_others = precise and (few or _is_prime(number))
         if gpus % number == 0 or bounds_others:
             numbers.append(number)
+
     return numbers
 
 
@@ -122,6 +125,7 @@ def _faster_paths(
             path = search.best(below_s, precision)
             if path is not None and path.seconds < below_s:
                 paths.append(path)
+
     return paths
 
 
@@ -191,9 +195,11 @@ class _ColumnPlans:
         """Return the path's plan in its best number of columns; None where it has none."""
         if path.gpus > self.problem.cluster.gpus:
             return None
+
         plan = priced_path(self.problem, self.space, path)
         if not self.problem.allows(plan):
             return None
+
         laid_out = [
             priced(self.problem, in_columns(plan, columns))
             for columns in columns_of(self.problem, plan)

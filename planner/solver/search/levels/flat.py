@@ -52,6 +52,7 @@ class NearestModel(ReplicaModelLike):
             farther_s = model.resources_s(work, replicas)
             for resource, seconds in busy_s.items():
                 busy_s[resource] = np.where(replicas > size, farther_s[resource], seconds)
+
         return busy_s
 
     def fewest_replicas(
@@ -82,7 +83,9 @@ class NearestModel(ReplicaModelLike):
                 replicas = model.fewest_replicas(part, target_s, floor, after[undecided])
                 replicas = np.maximum(replicas, floor)
                 fewest[undecided] = np.where(replicas <= size, replicas, IMPOSSIBLE)
+
             smaller = size
+
         return fewest
 
 

@@ -56,6 +56,7 @@ def search_levels(problem: Problem, space: CutSpace, nearest: CutPath) -> Bounde
         problem.cluster.gpus <= problem.tuning.levels.most_placed_gpus and not problem.clock.passed
     )
     answer = _bounded(best, nearest.seconds)
+
     # The bounds of every stage in every place take long to tabulate.
     if few_places and problem.precision == 0:
         with contextlib.suppress(OutOfTimeError):  # then the answer is what was found before
@@ -93,6 +94,7 @@ def _refined(prices: "PathPrices", best: CutPath | None) -> CutPath | None:
     for _ in range(problem.tuning.levels.rounds):
         if problem.clock.passed:
             break
+
         states = _sample(prices.space, most, best)
         path = _best_over(prices, states)
         improved = best
@@ -100,7 +102,9 @@ def _refined(prices: "PathPrices", best: CutPath | None) -> CutPath | None:
             improved = better(best, path, prices.seconds)
         if improved == best:
             break
+
         best = improved
+
     return best
 
 
@@ -137,6 +141,7 @@ def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
             chosen.add(max(cut - distance, 0))
             chosen.add(min(cut + distance, last))
         distance += 1
+
     return np.array(sorted(chosen))
 
 
@@ -153,6 +158,7 @@ def _improved(
         path = local_search.from_(start)
         if path is not None:
             best = better(best, path, prices.seconds)
+
     return best
 
 
@@ -164,6 +170,7 @@ def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> Local
         most = tuning.most_priced
     else:
         most = tuning.most_priced_roughly
+
     most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
     variants = [QuickestVariants(problem, space).options]
     return LocalSearch(space, gpus, price, variants, most, tuning.split_shares, problem.clock)
@@ -184,10 +191,12 @@ def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutP
     for number, link in enumerate(_links(problem.topology)):
         if problem.clock.passed:
             return
+
         try:
             path = nearest if is_known and number == 0 else _best_on(problem, some, link)
         except OutOfTimeError:
             return
+
         if path is None:
             continue
 
@@ -247,6 +256,7 @@ class PathPrices:
         most_s = max(busy_s)
         if most_s <= 0:
             return most_s
+
         squares = sum(
             replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True)
         )

@@ -46,6 +46,7 @@ class LocalSearch:
         self._most = most
         self._clock = clock
         self._least = least
+
         # By path, whose own seconds are infinite.
         self._bounds: dict[CutPath, float] = {}
         self._priced: dict[CutPath, float] = {}
@@ -85,6 +86,7 @@ class LocalSearch:
             seconds = self._seconds(path)
             if seconds < best.seconds * (1 - RESOLUTION):
                 best = path.that_takes(seconds)
+
         return best
 
     def _paths(self, shapes: Iterable[Shape]) -> Iterable[CutPath]:
@@ -98,6 +100,7 @@ class LocalSearch:
                 # A stage of thousands of replicas has as many neighbours, of which some are priced.
                 if self.over:
                     return paths
+
         return paths
 
     def _bound(self, path: CutPath) -> float:
@@ -164,6 +167,7 @@ class Neighbours:
             if giver < taker and replicas[giver] != replicas[taker]:
                 swapped = {giver: replicas[taker], taker: replicas[giver]}
                 yield from self._changed(path, swapped)
+
             if giver == taker and path.gpus < self._gpus:
                 yield from self._changed(path, {taker: more})
             if fewer > 0:
@@ -198,6 +202,7 @@ class Neighbours:
         between = self._space.between(start, end)
         if not len(between):
             return []
+
         start_s = self._compute_s[start]
         targets_s = start_s + self._split_shares * (self._compute_s[end] - start_s)
         places = np.unique(np.searchsorted(self._compute_s[between], targets_s))

@@ -58,6 +58,7 @@ class Relaxed:
         self._problem = problem
         self._limits = problem.limits
         self._tuning = problem.tuning.levels
+
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self._places = Places(problem.topology, problem.cluster.gpus)
         self._last = len(space) - 1
@@ -100,6 +101,7 @@ class Relaxed:
         gpus = self._limits.gpus
         if not self._limits.counts_gpus:
             return [gpus]
+
         most = self._tuning.most_gpu_counts
         if gpus <= most:
             return list(range(1, gpus + 1))
@@ -135,6 +137,7 @@ class Relaxed:
         for start in self._starts(gpus):
             peaks = np.maximum(start.max_s, least[start.rest])
             least[start.at] = np.min(peaks, where=start.fits, initial=np.inf)
+
         return float(least[0, 0])
 
     def _least_sum(self, gpus: int, limit_s: float) -> CutPath | None:
@@ -186,6 +189,7 @@ class Relaxed:
         """Return what is in flight in a stage on the first of these GPUs, by replicas - 1."""
         if not self._limits.counts_gpus:
             return 1
+
         replicas = self._places.replicas[:gpus, None]
         problem = self._problem
         return problem.schedule.in_flight(replicas, gpus - replicas, problem.microbatches)

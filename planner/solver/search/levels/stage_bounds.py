@@ -180,6 +180,7 @@ def _sum_s(work: Work, places: Places, sides: Sides, model: SynchronousModel) ->
         activation_bytes, gradient_bytes, activations, gradients = side[:4]
         moved_s = path.add(0.0, activation_bytes + gradient_bytes, activations + gradients)
         sum_s = sum_s + moved_s / 2
+
     return sum_s
 
 
@@ -218,6 +219,7 @@ def _own_link_s(places: Places, sides: Sides) -> Floats:
             seconds = to_left.add(0.0, left[of_left], left[of_left + MESSAGES])
             seconds = to_right.add(seconds, right[of_right], right[of_right + MESSAGES])
             busiest_s = np.maximum(busiest_s, seconds)
+
     return busiest_s / places.replicas[:, None]
 
 
@@ -236,4 +238,5 @@ def _shared_link_s(places: Places, sides: Sides, ring_bytes: Floats) -> Floats:
                 left_s = left[of_left] * left_s_per_byte
                 right_s = right[of_right] * right_s_per_byte
                 busiest_s = np.maximum(busiest_s, left_s + right_s + ring_s)
+
     return busiest_s

@@ -44,6 +44,7 @@ class QuickestVariants:
             if key not in self._known:
                 self._known[key] = self._stage(state, end, r, after)
             options.append(self._known[key])
+
         return tuple(options)
 
     def _stage(self, state: int, end: int, replicas: int, after: int) -> StageOptions:
@@ -53,6 +54,7 @@ class QuickestVariants:
         if row is None and self._variants.chooses:
             variants = self._variants.all(state, ends, np.array([True]))
             row = self._quickest(variants, replicas, after)
+
         return variants.options(row or 0, replicas)
 
     def _quickest(self, variants: Variants, replicas: int, after: int) -> int | None:
@@ -64,5 +66,6 @@ class QuickestVariants:
         fits &= variants.allowed(replicas)
         if not fits.any():
             return None
+
         sum_s, max_s = problem.parts_s(variants.work, replicas)
         return int(np.argmin(np.where(fits, sum_s + max_s, np.inf)))

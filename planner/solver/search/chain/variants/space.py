@@ -82,6 +82,7 @@ class Variants:
         memory_bytes = self.source.limits.memory_bytes
         if memory_bytes is None:
             return np.ones(len(self), dtype=bool)
+
         footprint = self.footprint_on(replicas).divided(microbatches)
         held = footprint.total_bytes(in_flight, schedule.versions(np.asarray(in_flight)))
         return np.asarray(held <= memory_bytes)
@@ -95,6 +96,7 @@ class Variants:
         most: Integers = np.full((len(replicas), len(self)), limits.deepest)
         if limits.memory_bytes is None:
             return most
+
         footprint = self.footprint_on(replicas).divided(microbatches)
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
@@ -214,6 +216,7 @@ class StageVariants:
             variants = replace(
                 variants, sharded=sharded > 0, work=variants.work.shared_out(sharded > 0)
             )
+
         return variants
 
     def plainest(self, state: int, ends: Integers) -> Variants:
@@ -294,6 +297,7 @@ class _Known:
         if new:
             found = self._recomputation.several([tuple(span) for span in new])
             self._choices.update(zip(new, found, strict=True))
+
         return [self._choices[span] for span in spans]
 
 
@@ -316,6 +320,7 @@ def taken(
     for field in fields(record):
         column = np.asarray(getattr(record, field.name))
         columns[field.name] = column[rows] if column.ndim else column
+
     return type(record)(**columns)
 
 
@@ -328,6 +333,7 @@ def with_columns(
         column = np.broadcast_to(getattr(record, name), rows.shape).copy()
         column[rows] = values
         changed[name] = column
+
     return replace(record, **changed)
 
 

@@ -105,6 +105,7 @@ class StageTables:
         """
         if self.variants.limits.memory_bytes is None:
             return ends
+
         variants = self.variants.all(state, ends)
         lean = replace(variants, footprint=variants.footprint.least())
         fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
@@ -172,4 +173,5 @@ def _more_than_before(variants: Variants, after: Integers) -> NDArray[np.bool_]:
         rows = np.flatnonzero(variants.sharded == sharded)
         most = np.maximum.accumulate(allowed[:, rows], axis=1)
         more[:, rows[1:]] = most[:, 1:] > most[:, :-1]
+
     return more
