@@ -204,20 +204,21 @@ def _ratio(amount: float | None, count: float | None) -> float | None:
 
 
 def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
-    degrees = degrees_of(stage.options for stage in best.stages)
-    known = problem.layer_costs.profile.tensor or ()
-    if any(costs.context for costs in known if costs.degree in degrees):
+    """Return between which shares of the speed runs like this plan were measured; None where none
+    is known.
+    """
+    options = [stage.options for stage in best.stages]
+    degrees = degrees_of(options)
+    tensor = problem.layer_costs.profile.tensor or ()
+    if any(costs.context for costs in tensor if costs.degree in degrees):
         return None  # of no such estimate a measured run is known
 
-    divided = any(stage.options.divides_layers for stage in best.stages)
-    replicated = any(stage.replicas > 1 for stage in best.stages)
     interval = interval_of(
         problem.layer_costs.given,
         problem.cluster,
-        divided=divided,
-        replicated=replicated,
+        divided=any(each.divides_layers for each in options),
+        replicated=any(each.replicas > 1 for each in options),
     )
-
     if interval is None:
         return None
     return (interval.least, interval.most)

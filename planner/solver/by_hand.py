@@ -37,10 +37,12 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     counts = equal_counts(len(blocks), min(stages, len(blocks)))
     legal = np.array(legal_ends(layer_costs))
 
+    # The last block of a stage ends at the nearest place where a stage may.
     ends = {0}
-    for taken in accumulate(counts):
-        distance = np.abs(legal - blocks[taken - 1].stop)
-        ends.add(int(legal[np.argmin(distance)]))
+    for count in accumulate(counts):
+        end = blocks[count - 1].stop
+        distances = np.abs(legal - end)
+        ends.add(int(legal[distances.argmin()]))
 
     layers = [range(first, end) for first, end in pairwise(sorted(ends))]
     return candidates(layers, [1] * len(layers))

@@ -1,9 +1,9 @@
 """One request, one search: the fastest plan under one schedule, with nothing beside it.
 
-    find_plan       what is asked, as a problem; its answer, as a plan
-      answer          for each number of ranks that may divide the layers:
-        _over_cuts      cuts between blocks, then inside blocks where that pays:
-          best_plan       propose, evaluate, improve (`planner.solver.portfolio`)
+    find_plan           what is asked, as a problem; its answer, as a plan
+      best_over_degrees   for each number of ranks that may divide the layers:
+        _best_over_cuts     cuts between blocks, then inside blocks where that pays:
+          best_plan           propose, evaluate, improve (`planner.solver.portfolio`)
 
 `planner.solver.solve` asks for the candidates of an answer. All stages of a plan have groups of one
 size, so a plan whose layers are divided is a plan for a cluster of groups.
@@ -47,22 +47,26 @@ def find_plan(request: Request) -> Plan:
         PlannerError: if the time ends before there is any plan.
     """
     started = time.perf_counter()
-    problem = searched_problem(request, request.budget())
 
+    # 1. What is asked, and a first bound for those who wait.
+    problem = searched_problem(request, request.budget())
     degrees = problem.rules.tensor
     bound_s = min(relaxed_s(problem.on_groups_of(degree)) for degree in degrees)
     request.clock.progress.begin(request.clock.at_s, bound_s)
-    best = _settled(problem, answer(problem))
 
-    report = report_of(problem, best, time.perf_counter() - started)
+    # 2. The answer.
+    answer = _settled(problem, best_over_degrees(problem))
+
+    # 3. As a plan.
+    report = report_of(problem, answer, time.perf_counter() - started)
     accepts = request.options.accept_divided_loss
-    plan = complete(problem, best.best, report, accepts_loss=accepts)
-    if best.untried_degrees:
-        plan = plan.noting(_untried_words(request.profile, best.untried_degrees))
+    plan = complete(problem, answer.best, report, accepts_loss=accepts)
+    if answer.untried_degrees:
+        plan = plan.noting(_untried_words(request.profile, answer.untried_degrees))
     return plan
 
 
-def answer(problem: Problem) -> Answer:
+def best_over_degrees(problem: Problem) -> Answer:
     """Find the best plan over the degrees that the rules allow.
 
     Raises:
@@ -72,16 +76,18 @@ def answer(problem: Problem) -> Answer:
     """
     degrees = problem.rules.tensor
     if degrees == (1,):
-        return _over_cuts(problem)
+        return _best_over_cuts(problem)
 
+    # 1. Where a schedule drains, the more promising degrees come first, because others may not be
+    #    worth a search then.
     trials = _DegreeTrials(problem)
     least_s = {degree: _relaxed_s(problem.on_groups_of(degree)) for degree in degrees}
     order = list(degrees)
     drains = not problem.schedule.asynchronous
     if drains:
-        # The more promising degrees come first, because others may not be worth a search then.
         order.sort(key=least_s.__getitem__)
 
+    # 2. Each that may be faster than those before has a share of the time that is left.
     for number, degree in enumerate(order):
         if trials.best_s < least_s[degree]:
             trials.missed.append(degree)
@@ -92,7 +98,9 @@ def answer(problem: Problem) -> Answer:
             continue
 
         left = len(order) - number
-        trials.search(degree, 1 / (min(left, 2) if drains else left))
+        if drains:
+            left = min(left, 2)
+        trials.search(degree, 1 / left)
 
     return trials.answer()
 
@@ -115,13 +123,13 @@ class _DegreeTrials:
 
     def search(self, degree: int, share: float) -> None:
         """Search for plans on groups of so many ranks, within a share of the time that is left."""
-        budget = self.problem.budget
-
         # The same stages are other plans here, so what was simulated is counted apart.
-        own = replace(budget.apart(), clock=budget.clock.part(share))
-        groups = replace(self.problem, budget=own).on_groups_of(degree)
+        budget = self.problem.budget
+        part = replace(budget.apart(), clock=budget.clock.part(share))
+        groups = replace(self.problem, budget=part).on_groups_of(degree)
+
         try:
-            on_groups = _over_cuts(replace(groups, hopeless_s=self.best_s))
+            on_groups = _best_over_cuts(replace(groups, hopeless_s=self.best_s))
         except InputError:
             raise
         except PlannerError as error:
@@ -130,22 +138,26 @@ class _DegreeTrials:
                 self.missed.append(degree)
                 self.untried.append(degree)
         else:
-            self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
+            best = on_groups.best.divided(degree)
+            self.answers.append(replace(on_groups, best=best))
 
-        budget.exhausted &= own.exhausted
+        budget.exhausted &= part.exhausted
 
     def answer(self) -> Answer:
         """Return the fastest of the answers, with a bound on the plans of all degrees."""
         if not self.answers:
             raise _obstacle(self.obstacles)
 
+        # 1. Of the degrees that were searched.
         fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
         bound_s = min(each.bound_s for each in self.answers)
         bounds_of = [each.bound_of for each in self.answers]
 
+        # 2. Of the others, with the same cuts.
+        between_blocks = any(BETWEEN in each for each in bounds_of)
         for degree in self.missed:
             groups = self.problem.on_groups_of(degree)
-            if any(BETWEEN in each for each in bounds_of):
+            if between_blocks:
                 groups = cut_after(groups, block_ends(self.problem.layer_costs.profile))
             cuts = searched_cuts(groups)
             bound_s = min(bound_s, relaxed_s(groups, cuts.space))
@@ -182,12 +194,13 @@ def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
     return UnexplainedError(leanest)
 
 
-def _over_cuts(problem: Problem) -> Answer:
+def _best_over_cuts(problem: Problem) -> Answer:
     """Find the best plan that cuts between blocks, or inside blocks where that makes it 2% faster.
 
     Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that
     were found. Raise InputError where `granularity` asks for blocks, and the model has none.
     """
+    # 1. Where blocks end, if cuts there have a search of their own.
     profile = problem.layer_costs.profile
     granularity = problem.rules.granularity
     ends = frozenset[int]()
@@ -201,10 +214,10 @@ def _over_cuts(problem: Problem) -> Answer:
     if not ends:
         return best_plan(problem)
 
+    # 2. Between blocks.
     blocks = cut_after(problem, ends)
     if granularity == "block":
         return best_plan(blocks)
-
     try:
         between = best_plan(blocks)
     except InfeasibleError:
@@ -212,6 +225,7 @@ def _over_cuts(problem: Problem) -> Answer:
             raise
         return best_plan(problem)  # smaller stages may fit
 
+    # 3. Inside them.
     return _inside_blocks(problem, ends, between)
 
 
@@ -226,7 +240,7 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
     saving = problem.tuning.answer.min_saving_share
     may_pay = bound_s < between.best.seconds * (1 - saving)
 
-    # 2. A search over all cuts where these are few, or over those beside the plan's own.
+    # 2. All cuts where these are few, or those beside the plan's own.
     most = _most_cuts(problem)
     in_time = not problem.clock.passed
     everywhere = in_time and len(problem.layer_costs.profile.layers) <= most
@@ -235,6 +249,7 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
     else:
         cuts = ends | _beside(problem, ends, between.best)
 
+    # 3. A search over them.
     best = between
     if may_pay and in_time and cuts != ends and len(cuts) <= most:
         inside = best_plan(problem if everywhere else cut_after(problem, cuts))
@@ -244,18 +259,15 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
         if problem.is_faster(inside.best, between.best, saving):
             best = inside
 
-    # 3. What the bound is of.
+    # 4. What the bound is of. Of plans that cut between blocks a search knows well how little the
+    #    memory leaves to recompute.
     anywhere_known = everywhere or problem.schedule.asynchronous or best is not between
     if may_pay and not anywhere_known and between.bound_s > bound_s:
-        # Of plans that cut between blocks a search knows well how little the memory leaves to
-        # recompute.
         bound_s = between.bound_s
         bound_of = _joined([BETWEEN, between.bound_of])
-
     if ALONG_ORDER in bound_of and not best.best.in_order:
         bound_s = relaxed_s(problem)
         bound_of = ""
-
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
@@ -308,32 +320,33 @@ def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:
     return f"the time limit ended the search of {' and '.join(parts)}"
 
 
-def _settled(problem: Problem, found: Answer) -> Answer:
+def _settled(problem: Problem, answer: Answer) -> Answer:
     """Return the answer of a schedule that drains with its simulated time, and divided as little as
     is as fast.
 
     Without its waiting, which may be half of its time, nobody could compare the plan with others.
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
-        return found
-
+        return answer
     seconds = problem.tuning.answer.last_simulation_s
     budget = Budget.last(problem.budget.clock, seconds, problem.tuning.budget)
     last = replace(problem, budget=budget)
-    if not (found.best.simulated or too_large(problem, found.best.stages)):
-        found = found.with_best(evaluate(last, found.best.stages))
-    return plainest(last, found)
+
+    best = answer.best
+    if not (best.simulated or too_large(problem, best.stages)):
+        answer = answer.with_best(evaluate(last, best.stages))
+    return plainest(last, answer)
 
 
-def plainest(problem: Problem, found: Answer) -> Answer:
+def plainest(problem: Problem, answer: Answer) -> Answer:
     """Return the answer with replicas of a single stage that divide as little as takes as long, by
     estimates.
     """
-    best = found.best
+    best = answer.best
     (stage, *others) = best.stages
     options = stage.options
     if others or options.divides_layers or problem.rules.shard_optimizer == "always":
-        return found
+        return answer
 
     indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
     for sharding in options.sharding.less():
@@ -341,9 +354,8 @@ def plainest(problem: Problem, found: Answer) -> Answer:
         plan = evaluate(problem, [plainer])
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
-            return found.with_best(plan)
-
-    return found
+            return answer.with_best(plan)
+    return answer
 
 
 @keywords_of(SolveOptions)

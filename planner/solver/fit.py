@@ -256,15 +256,17 @@ class _SizeSearch:
         if not contexts:
             return
 
+        # 1. The profile to divide, for the size that is the best for whole sequences.
+        profiles = self.request.profiles
         whole = self.best.plan
         size = self.sizes.wanted[-1] if whole is None else (whole.microbatch_size or 1)
-        base = self.request.profiles.at(size)
+        base = profiles.at(size)
         if self._asks_for_ranks or self.profile.tensor is not None:
-            base = self.request.profiles.divided_at(size)
+            base = profiles.divided_at(size)
         if not self.request.whole_sequences:
             self.best = replace(self.best, plan=None, why_not="no sequence may be whole")
 
-        # The middle one first: it is nearest to all others, where there is time for one alone.
+        # 2. The middle one first: it is nearest to all others, where there is time for one alone.
         middle = contexts[len(contexts) // 2]
         contexts = (middle, *(ranks for ranks in contexts if ranks != middle))
         for number, context in enumerate(contexts):
@@ -280,18 +282,21 @@ class _SizeSearch:
         degrees = _degrees_beside(context, request.options.tensor, base, request.per_server)
         if not degrees:
             return
-
         request.clock.progress.step = f"{request.gpus} GPUs, context parallelism of {context}"
+
+        # 1. The question: on groups of all these numbers of ranks.
         profile = with_context(base, (context,), degrees)
         ranks = tuple(costs.degree for costs in profile.tensor or ())
         tuning = request.tuning.fit
-        clock = request.clock.part(share * tuning.divided_share).at_least(tuning.least_divided_s)
-        asked = request.about(profile, clock)
+        part = request.clock.part(share * tuning.divided_share)
+        asked = request.about(profile, part.at_least(tuning.least_divided_s))
         options = asked.options.changed(tensor=ranks)
+
+        # 2. Its answer, if it is faster, or says why nothing fits.
         row = _row(asked.with_options(options), solve_unexplained)
         faster = row.plan is not None and row.seconds < self.best.seconds
-        why_none = row.plan is None and self.best.plan is None and not request.whole_sequences
-        if faster or why_none:
+        nothing_fits = row.plan is None and self.best.plan is None
+        if faster or (nothing_fits and not request.whole_sequences):
             self.best = row
             self.profile = profile
 

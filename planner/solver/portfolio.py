@@ -40,25 +40,27 @@ def best_plan(problem: Problem) -> Answer:
     """
     cuts = searched_cuts(problem)
     pool = Pool(problem, _bound_s(problem, cuts), cuts, _anywhere_s(problem, cuts))
+
+    # 1. Where time may end, a few regular plans: there is an answer then, and searches look for
+    #    nothing slower.
     regular = _regular(pool.unhurried())
     if problem.clock.at_s is not None:
-        # There is an answer when the time ends, and searches look for nothing slower.
         _take_first(pool, regular)
 
+    # 2. What searches propose, the other regular plans, and where nothing fits yet, any plan.
     obstacle = _search(pool)
     pool.simulate_best()
     pool.consider_regular(regular)
     if pool.best is None:
-        for batch in any_plan(problem):
+        for batch in _any_plan(problem):
             pool.consider(batch)
-
     if pool.best is None:
         raise _copies_obstacle(pool) or obstacle or no_plan_yet(problem.clock)
 
+    # 3. Plans near the best.
     if not pool.hopeless:
         improve(pool)
         least_late(pool)
-
     return pool.answer()
 
 
@@ -143,7 +145,7 @@ def _anywhere_s(problem: Problem, cuts: SearchedCuts) -> float:
     return relaxed_s(problem)
 
 
-def any_plan(problem: Problem) -> Iterator[Batch]:
+def _any_plan(problem: Problem) -> Iterator[Batch]:
     """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
 
     This is what is left to do when the time is over, so it does not end with it, and takes none for
@@ -160,8 +162,8 @@ def any_plan(problem: Problem) -> Iterator[Batch]:
     unhurried = replace(problem, budget=Budget(tuning=tuning.budget), rules=rules)
 
     chain = Chain(problem.layer_costs)
-    search = PipelineSearch(unhurried, chain.only(chain.spread(tuning.propose.most_any_plan_cuts)))
-    plan = search.fits(problem.cluster.gpus, memory_bytes)
+    some = chain.only(chain.spread(tuning.propose.most_any_plan_cuts))
+    plan = PipelineSearch(unhurried, some).fits(problem.cluster.gpus, memory_bytes)
     if plan is None:
         return
 

@@ -35,7 +35,7 @@ from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import search_plan as solve
 from planner.solver.assemble import assemble
 from planner.solver.clock import Clock
-from planner.solver.find_plan import answer
+from planner.solver.find_plan import best_over_degrees
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
@@ -360,10 +360,10 @@ def test_a_degree_that_had_too_little_time_does_not_hide_the_others(
         return best_plan(asked)
 
     monkeypatch.setattr("planner.solver.find_plan.best_plan", late)
-    assert {stage.options.tensor for stage in answer(problem).best.stages} == {2}
+    assert {stage.options.tensor for stage in best_over_degrees(problem).best.stages} == {2}
     monkeypatch.setattr("planner.solver.find_plan.best_plan", partial(late, both=True))
     with pytest.raises(PlannerError, match="the time limit passed"):
-        answer(problem)
+        best_over_degrees(problem)
 
 
 def test_degrees_that_the_time_did_not_suffice_for_are_named() -> None:

@@ -47,21 +47,22 @@ def simplest_equal_ways(plan: Plan, ways: Iterable[Way], tuning: Tuning) -> list
     predicted = plan.predicted
     if predicted.speed_interval is None or predicted.by != "simulation":
         return []
+    microbatch_s = predicted.seconds_per_minibatch / plan.microbatches
+    longest_s = microbatch_s / (1 - indistinct_share(plan, tuning))
+    plan_traits = _traits(plan.stages)
 
-    share = 1 - indistinct_share(plan, tuning)
-    longest_s = predicted.seconds_per_minibatch / plan.microbatches / share
-
-    own = _traits(plan.stages)
-    equal = list[tuple[int, Way]]()
+    # By the number of their traits.
+    equal: dict[int, list[Way]] = {}
     for way in ways:
+        if way.problem.schedule is not plan.schedule or not way.plan.simulated:
+            continue
         traits = _traits([stage.options for stage in way.plan.stages])
-        as_fast = way.plan.simulated and way.seconds_per_microbatch <= longest_s
-        alike = way.problem.schedule is plan.schedule
-        if alike and as_fast and traits < own:
-            equal.append((len(traits), way))
+        if way.seconds_per_microbatch <= longest_s and traits < plan_traits:
+            equal.setdefault(len(traits), []).append(way)
 
-    least = min((count for count, _ in equal), default=0)
-    return [way for count, way in equal if count == least]
+    if not equal:
+        return []
+    return equal[min(equal)]
 
 
 def _traits(stages: Sequence[StageTraits]) -> frozenset[str]:

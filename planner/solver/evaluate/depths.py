@@ -176,15 +176,17 @@ def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
     All stages but the last are `more` units deeper, and those before them count with these.
     """
     replicas = times.pipeline.shape.replicas
+    unit_s = times.busiest_s
+    slack = 1 - times.tuning.evaluate.timing_share
     depths = [1]
     outstanding = 2.0 * replicas[-1] - 1
 
     for stage in reversed(range(len(replicas) - 1)):
         count = replicas[stage]
-        at_work = min(times.pipeline.stages[stage].compute_s / times.busiest_s, count)
-        outstanding += at_work + count - 1 + times.wire_s[stage] / times.busiest_s
+        at_work = min(times.pipeline.stages[stage].compute_s / unit_s, count)
+        outstanding += at_work + count - 1 + times.wire_s[stage] / unit_s
 
-        depth = math.ceil(outstanding / count * (1 - times.tuning.evaluate.timing_share))
+        depth = math.ceil(outstanding / count * slack)
         depth = max(depth, times.published[stage]) + more
         depths.append(depth)
         outstanding = float(depth * count)

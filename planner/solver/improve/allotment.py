@@ -79,10 +79,15 @@ def _mixtures(replicas: Sequence[int], free: Sequence[Ranks]) -> Iterator[tuple[
         return
 
     needed, *others_needed = replicas
-    for counts in product(*(range(min(len(ranks), needed) + 1) for ranks in free)):
+    numbers = [range(min(len(ranks), needed) + 1) for ranks in free]
+    for counts in product(*numbers):
         if sum(counts) != needed:
             continue
-        own = [ranks[:count] for ranks, count in zip(free, counts, strict=True)]
-        left = [ranks[count:] for ranks, count in zip(free, counts, strict=True)]
+
+        members: list[int] = []
+        left: list[Ranks] = []
+        for ranks, count in zip(free, counts, strict=True):
+            members += ranks[:count]
+            left.append(ranks[count:])
         for others in _mixtures(others_needed, left):
-            yield (tuple(chain(*own)), *others)
+            yield (tuple(members), *others)

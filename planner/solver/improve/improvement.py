@@ -65,19 +65,18 @@ def climb(pool: Pool, searched: Problem) -> None:
     best = pool.best
     if best is None or pool.settled or pool.problem.budget.over:
         return
-
     space = _space_around(searched, best)
     first = _path(searched, space, best)
     if first is None:
         return
 
+    # 1. Where to begin.
     mixed = bool(pool.problem.cluster.kinds)
-    starts = [first]
-    for plan in _fastest_by_shape(pool) if mixed else _fastest_simulated(pool):
-        path = _path(searched, space, plan)
-        if path is not None:
-            starts.append(path)
+    others = _fastest_by_shape(pool) if mixed else _fastest_simulated(pool)
+    paths = [_path(searched, space, plan) for plan in others]
+    starts = [first, *(path for path in paths if path is not None)]
 
+    # 2. From each of them.
     trials = _Trials(pool, searched, space, first)
     local_search = LocalSearch(
         space,
@@ -89,7 +88,6 @@ def climb(pool: Pool, searched: Problem) -> None:
         pool.problem.budget.clock,
         trials.least_s,
     )
-
     for start in starts:
         local_search.from_(start)
         if not mixed:  # whose starts share one allowance
@@ -123,7 +121,9 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
         by_stages.setdefault(len(plan.stages), plan)
         by_config.setdefault(plan.config, plan)
 
-    starts = {plan.config: plan for plan in (*by_stages.values(), *by_config.values())}
+    starts: dict[str, Evaluation] = {}
+    for plan in (*by_stages.values(), *by_config.values()):
+        starts[plan.config] = plan
     return list(starts.values())[1 : problem.tuning.improve.starts]
 
 
@@ -189,12 +189,12 @@ class _Trials:
         least_s = np.inf
         if path == self._first:
             least_s = self._problem.comparable_s(self._start)
+
         for order in self._orders.pop(path):
-            if (
-                self._budget.over
-                or order.seconds >= min(least_s, self._pool.best_s) * self._lenient
-            ):
-                break  # there is no time left; or simulating, which only adds waiting, cannot help
+            # There is no time left; or simulating, which only adds waiting, cannot help.
+            enough_s = min(least_s, self._pool.best_s) * self._lenient
+            if self._budget.over or order.seconds >= enough_s:
+                break
 
             evaluation = simulated(self._problem, order, self._pool.best_s)
             if self._start.simulated and not evaluation.simulated:
@@ -230,17 +230,18 @@ def deepen(pool: Pool, searched: Problem) -> None:
     problem = pool.problem
     if best is None or not _may_wait(best, problem):
         return
-
     space = _space_around(searched, best)
     path = _path(searched, space, best)
     if path is None:
         return
 
-    # of what takes long because it waits
+    # What takes long because it waits is simulated to its end.
     unlimited = replace(problem, budget=problem.budget.apart(math.inf))
     for ratio in problem.tuning.improve.depth_ratios[1:]:
-        options = QuickestVariants(searched, space, ratio).options(path.states, path.replicas)
+        variants = QuickestVariants(searched, space, ratio)
+        options = variants.options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
+
         below_s = min(pool.best_s, problem.hopeless_s)
         if plan.seconds >= below_s or problem.budget.clock.passed or not problem.allows(plan):
             continue

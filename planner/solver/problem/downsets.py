@@ -21,19 +21,23 @@ class Downsets(CutSpace):
 
     def __init__(self, layer_costs: LayerCosts, inside: Flags) -> None:
         """Take the downsets, a row of flags each, in any order."""
-        # Each comes after those it contains: by compute time, then by size, then by content for
-        # repeatable answers.
+        # 1. Each comes after those it contains: by compute time, then by size, then by content for
+        #    repeatable answers.
         words = _words(inside)
         ticks = inside @ _ticks(layer_costs)
-        order = np.lexsort((*words.T, inside.sum(axis=1), ticks))
+        sizes = inside.sum(axis=1)
+        order = np.lexsort((*words.T, sizes, ticks))
         self._inside = inside[order]
         self._words = words[order]
 
-        columns = {name: column(layer_costs, name) for name in COUNTED}
-        sums = {name: self._inside @ each for name, each in columns.items()}
+        # 2. Sums over the layers of each, and what is live there.
+        sums: dict[str, Floats] = {}
+        for name in COUNTED:
+            sums[name] = self._inside @ column(layer_costs, name)
         self._count_uses(layer_costs)
-        fronts = self._amounts @ (self._made & (self._used < self._users[:, None]))
-        super().__init__(layer_costs, sums, fronts)
+        live = self._made & (self._used < self._users[:, None])
+        super().__init__(layer_costs, sums, self._amounts @ live)
+
         self.compute_s = np.maximum.accumulate(self.compute_s)  # sums are rounded
         self._contained: dict[int, Flags] = {}
 
@@ -42,17 +46,19 @@ class Downsets(CutSpace):
         users are.
         """
         traffic = layer_costs.traffic
-        uses = np.zeros((len(traffic), self._inside.shape[1]))
+        layers = self._inside.shape[1]
+        uses = np.zeros((len(traffic), layers))
         for number, value in enumerate(traffic):
             uses[number, list(value.users)] = 1
+
+        producers = [value.producer for value in traffic]
         self._users = uses.sum(axis=1)
         self._used = uses @ self._inside.T
-        self._made = self._inside.T[[value.producer for value in traffic]]
-        amounts = [value.amounts for value in traffic]
-        if amounts:
-            self._amounts = np.stack(amounts, axis=1)
-        else:
-            self._amounts = np.zeros((len(FRONTS), 0))
+        self._made = self._inside.T[producers]
+
+        self._amounts = np.zeros((len(FRONTS), 0))
+        if traffic:
+            self._amounts = np.stack([value.amounts for value in traffic], axis=1)
 
     def spread(self, most: int) -> Integers:
         steps = np.linspace(0, len(self._in_order) - 1, most).astype(np.int64)
@@ -129,14 +135,17 @@ class Downsets(CutSpace):
             nothing = np.asarray(0.0)
             return nothing, nothing, nothing
 
-        own = self._inside[ends] & ~self._inside[state]
+        # By stage and layer: what is kept up to a layer, and the gradients of those before it.
         saved, gradients, workspaces, updates = at_work
-        kept = np.cumsum(own * saved, axis=1)
-        missing = np.cumsum(own * gradients, axis=1) - own * gradients
+        members = self._inside[ends] & ~self._inside[state]
+        kept = np.cumsum(members * saved, axis=1)
+        own_gradients = members * gradients
+        missing = np.cumsum(own_gradients, axis=1) - own_gradients
 
         def peak(bytes_: Floats, nothing: float = -np.inf) -> Floats:
             """Return the most bytes while a layer of each stage is at work."""
-            return np.asarray(np.where(own, bytes_, nothing).max(axis=1))
+            of_members = np.where(members, bytes_, nothing)
+            return np.asarray(of_members.max(axis=1))
 
         total = kept[:, -1]
         working = peak(kept + workspaces - missing) - total

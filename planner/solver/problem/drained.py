@@ -49,18 +49,18 @@ def drained_s(problem: Problem, *, in_order: bool = True) -> float:
     GPUs are alike. Plans have cuts along the profile's order, or any.
     """
     totals = GroupTotals.of(problem)
-    bound_s = np.inf
-    if len(totals.sizes) > 1 and problem.cluster.gpus > 1:
-        if in_order:
-            ends = _ends_in_order(problem, totals)
-        else:
-            ends = _ends_of_any_layers(problem, totals)
-        if ends is None:
-            bound_s = np.inf
-        else:
-            bound_s = _several_stages_s(problem, totals, ends)
+    if len(totals.sizes) == 1 or problem.cluster.gpus == 1:
+        return single_stage_s(problem, totals, np.inf)
 
-    return single_stage_s(problem, totals, bound_s)
+    if in_order:
+        ends = _ends_in_order(problem, totals)
+    else:
+        ends = _ends_of_any_layers(problem, totals)
+
+    several_s = np.inf
+    if ends is not None:
+        several_s = _several_stages_s(problem, totals, ends)
+    return single_stage_s(problem, totals, several_s)
 
 
 def with_single_stages(problem: Problem, bound_s: float) -> float:
@@ -105,16 +105,21 @@ def _ends_of_any_layers(problem: Problem, totals: GroupTotals) -> _Ends | None:
     if state_bytes.max() > totals.memory_bytes:
         return None
 
-    stages = max(1, math.ceil(state_bytes.sum() / totals.memory_bytes * (1 - SLACK)))
+    # 1. As few stages as have room for the state.
+    needed = state_bytes.sum() / totals.memory_bytes
+    stages = max(1, math.ceil(needed * (1 - SLACK)))
 
-    # The relaxed knapsack: the last of the layers that fit counts in part.
+    # 2. The relaxed knapsack: the last of the layers that fit counts in part. Layers that take no
+    #    time come last, whatever they hold.
     seconds = _most_seconds(problem, totals)
-    with np.errstate(over="ignore"):  # layers that take no time come last, whatever they hold
+    with np.errstate(over="ignore"):
         bytes_per_s = state_bytes / np.maximum(seconds, np.finfo(float).tiny)
     order = np.argsort(bytes_per_s, kind="stable")
     held_bytes = running_sums(state_bytes[order])
-    longest_s = float(np.interp(totals.memory_bytes, held_bytes, running_sums(seconds[order])))
+    held_s = running_sums(seconds[order])
+    longest_s = float(np.interp(totals.memory_bytes, held_bytes, held_s))
 
+    # 3. After each group come those that it leads to.
     rest_s = LayerGraph(problem.layer_costs).seconds_led_to(totals.compute_s)
     return _Ends(stages, longest_s, 0.0, rest_s)
 

@@ -135,6 +135,7 @@ class LayerGraph:
             distance_s, near = heapq.heappop(queue)
             nearest.add(near)
             border = borders[near]
+
             for group in _members(border.may_enter | border.may_leave):
                 changed = near ^ 1 << group
                 if changed in borders or not self._keeps_order(changed, group):
@@ -142,11 +143,9 @@ class LayerGraph:
 
                 enters = _has(changed, group)
                 if enters:
-                    change = self._after_entry
+                    borders[changed] = self._after_entry(border, changed, group)
                 else:
-                    change = self._after_leaving
-
-                borders[changed] = change(border, changed, group)
+                    borders[changed] = self._after_leaving(border, changed, group)
 
                 step_s = self._seconds[group]
                 if enters == _has(downset, group):

@@ -141,8 +141,9 @@ class AsynchronousReplicaModel(AsynchronousModel, ReplicaModel):
 
         # 1. Without the all-reduce on the processor.
         messages_s = np.maximum(*transfer_s(work, self.link))
-        link = larger_root(target_s, messages_s + ring_s, ring_s)
-        simple = np.maximum((base_s + work.backward_s) / target_s, link)
+        on_link = larger_root(target_s, messages_s + ring_s, ring_s)
+        on_processor = (base_s + work.backward_s) / target_s
+        simple = np.maximum(on_processor, on_link)
 
         # 2. With it.
         both = simple

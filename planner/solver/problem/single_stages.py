@@ -38,27 +38,31 @@ class _Blocks:
 
     @classmethod
     def of(cls, costs: LayerCosts) -> "_Blocks":
+        """Add up the layers of each block."""
         blocks = units_of(costs, range(len(costs.block_of)))
-        entering = [costs.entering(block) for block in blocks]
-        users = Counter(value for values in entering for value in values)
+        layers = costs.profile.layers
 
         def total(block: Sequence[int], name: str) -> float:
-            return float(sum(getattr(costs.profile.layers[layer], name) for layer in block))
+            return float(sum(getattr(layers[layer], name) for layer in block))
 
         def size_bytes(values: Iterable[int]) -> int:
             return sum(costs.traffic[value].output_bytes for value in values)
 
+        # What enters one block alone is kept by that block.
+        entering = [costs.entering(block) for block in blocks]
+        users = Counter(value for values in entering for value in values)
+        own_bytes = []
+        for values in entering:
+            own = [value for value in values if users[value] == 1]
+            own_bytes.append(size_bytes(own))
+
         saved_bytes = np.array([total(block, "saved_bytes") for block in blocks])
-        own_bytes = [
-            size_bytes(value for value in values if users[value] == 1)  # that enter no other block
-            for values in entering
-        ]
         return cls(
             layers=blocks,
             forward_s=np.array([total(block, "forward_s") for block in blocks]),
             saved_bytes=saved_bytes,
             gains_bytes=saved_bytes - own_bytes,
-            largest_entry_bytes=max(size_bytes(values) for values in entering),
+            largest_entry_bytes=max(map(size_bytes, entering)),
         )
 
 
@@ -88,8 +92,11 @@ def single_stage_s(
             options = StageOptions(replicas).with_sharding(sharding)
             again_s = _again_s(problem, totals, blocks, options)
             least_s = share * (totals.once_s + again_s)
-            if least_s < below_s and _may_fit(problem, blocks, options, again_s):
-                below_s = min(below_s, max(least_s, _price(problem, options).seconds_per_minibatch))
+            if least_s >= below_s or not _may_fit(problem, blocks, options, again_s):
+                continue
+
+            price_s = _price(problem, options).seconds_per_minibatch
+            below_s = min(below_s, max(least_s, price_s))
 
     return below_s
 

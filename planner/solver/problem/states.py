@@ -199,28 +199,29 @@ class Chain(CutSpace):
 
     def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
         """Take all of them, or some `states` by number, with both ends."""
+        # 1. How many layers are before each state.
         groups = uncut_groups(layer_costs)
         cuts = np.cumsum([0, *map(len, groups)])
         if states is None:
-            self._states = np.arange(len(cuts))
-        else:
-            self._states = states
+            states = np.arange(len(cuts))
+        self._states = states
+        self._before = cuts[states]
 
-        self._before = cuts[self._states]  # layers before each state
-
+        # 2. The sums over these layers.
         sums: dict[str, Floats] = {}
         for name in COUNTED:
-            before = np.concatenate(([0.0], np.cumsum(column(layer_costs, name))))
-            sums[name] = before[self._before]
+            running = np.cumsum(column(layer_costs, name))
+            sums[name] = np.concatenate(([0.0], running))[self._before]
 
-        # Each value's producer, its users ascending, and what it adds to a front.
-        self._values = [
-            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
-        ]
-        fronts = np.zeros((len(FRONTS), cuts[-1] + 1))
-        for producer, users, amounts in self._values:
-            # produced, and needed by a later user
-            fronts[:, producer + 1 : users[-1] + 1] += amounts[:, None]
+        # 3. Each value's producer, its users ascending, and what it adds to a front: where it is
+        #    produced, and needed by a later user.
+        self._values = []
+        layers = cuts[-1]
+        fronts = np.zeros((len(FRONTS), layers + 1))
+        for value in layer_costs.traffic:
+            users = sorted(value.users)
+            self._values.append((value.producer, users, value.amounts))
+            fronts[:, value.producer + 1 : users[-1] + 1] += value.amounts[:, None]
 
         super().__init__(layer_costs, sums, fronts[:, self._before])
 

@@ -149,21 +149,21 @@ class _Lines:
         """Meet plans for links; for links that are not `true` their own seconds say which of them
         are fast.
         """
+        problem = self.problem
         tables = self._tables(link_of)
         best_s = self.best_s if true else np.inf
+
         for order in permutations(range(len(self.kinds))):
             line = [(number, self.kinds[number]) for number in order]
-            search = LineSearch(self.problem, tables, line)
-            for path in _met_along(search, best_s, self.problem):
+            search = LineSearch(problem, tables, line)
+            for path in _met_along(search, best_s, problem):
                 stages = stages_along(search.space, path)
                 self._met.append(stages)
+                seconds = path.seconds
                 if true:
-                    seconds = _price_s(self.problem, stages)
-                else:
-                    seconds = path.seconds
+                    seconds = _price_s(problem, stages)
                 best_s = min(best_s, seconds)
-
-            self.problem.clock.check()
+            problem.clock.check()
 
         if true:
             self.best_s = min(self.best_s, best_s)
@@ -171,18 +171,21 @@ class _Lines:
     def _tables(self, link_of: LinkOf) -> Mapping[Kinds, StagesOn]:
         """Return all stages on GPUs of each set of kinds."""
         problem = self.problem
+        cluster = problem.cluster
         tuning = problem.tuning.mixed
-        entries = tuning.most_entries / problem.cluster.gpus
+        entries = tuning.most_entries / cluster.gpus
         states = min(tuning.most_states, int(entries**0.5))
         everything = problem.layer_costs.single_stage
 
         tables: dict[Kinds, StagesOn] = {}
         for numbers in _subsets(len(self.kinds)):
-            ranks = [rank for number in numbers for rank in self.kinds[number]]
-            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            ranks: list[int] = []
+            for number in numbers:
+                ranks += self.kinds[number]
+
+            kind = kind_on(problem.layer_costs, cluster, everything, ranks)
             link = link_of(ranks)
             tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
-
         return tables
 
 

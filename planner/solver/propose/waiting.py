@@ -120,16 +120,17 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
     problem = search.problem
     least_s = min(pool.priced(stages).seconds for stages in known)
     settled_s = least_s * (1 + problem.tuning.evaluate.settled_share)
+    precision = max(problem.precision, RESOLUTION)
 
     for factor in problem.tuning.waiting.synchronous_link_ratios:
         settled = pool.best is not None and pool.best.seconds <= settled_s
         if settled or pool.spent:
             return
 
-        model = problem.synchronous(problem.link.slowed(factor))
-        other = SynchronousSearch(search.space, model, problem.limits)
+        slower = problem.link.slowed(factor)
+        other = SynchronousSearch(search.space, problem.synchronous(slower), problem.limits)
         try:
-            other.best(precision=max(problem.precision, RESOLUTION))
+            other.best(precision=precision)
         except OutOfTimeError:
             return
 
