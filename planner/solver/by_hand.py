@@ -91,13 +91,16 @@ def _balanced_ends(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def _greedy_ends(sums: Sequence[float], stages: int, most_s: float) -> list[int]:
-    """Return where stages end that each take as much as they can within `most_s`."""
+    """Return where stages end that each take as much as they can within `most_s`, which is enough
+    for any layer.
+    """
     last = len(sums) - 1
     ends = [0]
     for later in reversed(range(stages)):  # each of which needs a place to end
         end = bisect_right(sums, sums[ends[-1]] + most_s * (1 + SLACK)) - 1
-        ends.append(min(end, last - later))
-
+        if end >= last - later:
+            return [*ends, *range(last - later, last + 1)]
+        ends.append(end)
     return ends
 
 
