@@ -47,16 +47,26 @@ def priced_plan(
 
     Raise InputError if the cluster has fewer GPUs than stages need.
     """
+    problem = _without_memory_limit(request, stages)
+    plan = complete(problem, evaluate(problem, stages), GIVEN, accepts_loss=accepts_loss)
+    return replace(plan, cluster=request.cluster)
+
+
+def seconds_of(request: Request, stages: Sequence[Candidate]) -> float:
+    """Return the simulated seconds per minibatch of these stages: those of `priced_plan`."""
+    return evaluate(_without_memory_limit(request, stages), stages).seconds
+
+
+def _without_memory_limit(request: Request, stages: Sequence[Candidate]) -> Problem:
+    """Return the problem of pricing these stages: a plan that does not fit has a price, too."""
     cluster = request.cluster
     needed = sum(stage.options.gpus for stage in stages) // request.options.chunks_per_gpu
     check_enough_gpus(needed, cluster)
 
-    # A plan that does not fit has a price, too.
     unlimited = request.on(cluster.with_memory(lambda _: None))
     problem = unlimited.problem(request.unlimited_budget())
     _check_whole(problem, stages)
-    plan = complete(problem, evaluate(problem, stages), GIVEN, accepts_loss=accepts_loss)
-    return replace(plan, cluster=cluster)
+    return problem
 
 
 def check_enough_gpus(needed: int, cluster: Cluster) -> None:

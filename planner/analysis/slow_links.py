@@ -8,7 +8,7 @@ faster: a plan that takes no longer on them is the fastest there, too, without a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.analysis.given_plan import GivenPlan, priced_plan
+from planner.analysis.given_plan import GivenPlan, seconds_of
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
@@ -64,8 +64,7 @@ class _Known:
     def seconds(self, plan: Plan) -> list[float]:
         """Return the seconds per minibatch of a plan's stages on each of the clusters."""
         given = GivenPlan.of(self.request.profile, plan, Clock())
-        plans = [priced_plan(given.request.on(each), given.stages) for each in self.clusters]
-        return [each.predicted.seconds_per_minibatch for each in plans]
+        return [seconds_of(given.request.on(each), given.stages) for each in self.clusters]
 
     def fastest(self, plan: Plan, number: int, share: float) -> Plan | None:
         """Return the fastest plan on one of the clusters under the schedule of `plan`; None where
