@@ -42,7 +42,7 @@ from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
 from planner.solver.each_schedule import ScheduleComparison, compare_each
 from planner.solver.request import Request, options_of
-from planner.solver.solve import solve as best_plan
+from planner.solver.solve import solve as solve_request
 from planner.units import parse_bytes
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
@@ -229,7 +229,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 def answer(request: Request) -> Plan:
     """Solve before the request's clock ends, and say what slower links would change."""
-    plan = best_plan(leaving_time(request))
+    plan = solve_request(leaving_time(request))
     return as_trained(with_slow_links(plan, request))
 
 
