@@ -32,14 +32,13 @@ def curves() -> dict[str, list[tuple[float, float]]]:
     found: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
     for case in late.best(results):
         setting = (
-            case.model,
             case.stages,
             case.recipe.minibatches,
             case.synchronous_start,
             case.late_lr,
         )
         if (
-            setting == ("transformer", STAGES, MINIBATCHES, 0.0, 0.0)
+            setting == (STAGES, MINIBATCHES, 0.0, 0.0)
             and (case.recipe.optimizer, case.clip) in SHOWN
         ):
             own = [

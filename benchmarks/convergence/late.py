@@ -20,14 +20,13 @@ from statistics import fmean
 import torch
 from tabulate import tabulate
 
-from benchmarks.convergence import residual, transformer
+from benchmarks.convergence import transformer
 from benchmarks.convergence.emulation import evaluate, lateness, train
 from benchmarks.convergence.recipes import Recipe, with_remedies
 from planner.formats.names import CodecName
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "late.jsonl", HERE / "late.md"
-MODELS = {"transformer": transformer, "residual": residual}
 SCHEDULES = ("synchronous", "1f1b", "2bw")
 PART = 20  # minibatches whose mean loss is a point of a curve
 
@@ -41,7 +40,6 @@ class Case:
     stages: int  # as many as the model has blocks
     seed: int
     synchronous_start: float = 0.0  # share of the minibatches whose gradients are not late
-    model: str = "transformer"
     compress: CodecName = "none"  # what the stages send
     clip: float | None = None  # --clip-grad-norm
     late_lr: float = 0.0  # --late-lr
@@ -53,23 +51,21 @@ class Trained:
 
     Attributes:
         loss: on held-out data.
-        accuracy: on held-out data, of a model that has one.
         curve: mean training losses of `PART` minibatches each.
     """
 
     case: Case
     loss: float
-    accuracy: float | None
     curve: tuple[float, ...]
 
 
 def trained(case: Case) -> Trained:
     """Train a case."""
     case.recipe.choose()
-    module, minibatches = MODELS[case.model], case.recipe.minibatches
+    minibatches = case.recipe.minibatches
     losses: list[float] = []
     model = train(
-        module,
+        transformer,
         minibatches,
         case.seed,
         lambda _, __, loss: losses.append(loss),
@@ -80,8 +76,8 @@ def trained(case: Case) -> Trained:
         clip=case.clip,
         late_lr=case.late_lr,
     )
-    loss, accuracy = evaluate(module, model, module.evaluation_dataset())
-    return Trained(case, round(loss, 5), accuracy, curve_of(losses))
+    loss, _ = evaluate(transformer, model, transformer.evaluation_dataset())
+    return Trained(case, round(loss, 5), curve_of(losses))
 
 
 def curve_of(losses: Sequence[float]) -> tuple[float, ...]:
@@ -96,7 +92,6 @@ def main() -> None:
     there.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--optimizers", default="newest-muon", help="separated by semicolons")
     parser.add_argument("--schedules", default=";".join(SCHEDULES))
     parser.add_argument("--stages", default="4", help="4, 8 or both, with a comma between")
@@ -127,7 +122,6 @@ def main() -> None:
             stages,
             seed,
             args.synchronous_start,
-            args.model,
             codec,
             args.clip,
             late_lr,
@@ -185,7 +179,7 @@ def table(results: Sequence[Trained]) -> str:
     """Return a table of the best rate of each optimizer, beside the same recipe and the best one
     without delay.
     """
-    headers = ["model", "stages", "minibatches", "schedule", "optimizer", "rate", "seeds", "loss"]
+    headers = ["stages", "minibatches", "schedule", "optimizer", "rate", "seeds", "loss"]
     headers += ["the same, synchronous", "", "best synchronous", ""]
     return tabulate(list(_rows(results)), headers, tablefmt="github", disable_numparse=True)
 
@@ -193,7 +187,7 @@ def table(results: Sequence[Trained]) -> str:
 def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
     known, chosen = means(results), best(results)
     settings = sorted(
-        chosen, key=lambda c: (c.model, c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule))
+        chosen, key=lambda c: (c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule))
     )
     for case in settings:
         loss, seeds = chosen[case]
@@ -202,11 +196,10 @@ def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
             each
             for other, each in chosen.items()
             if other.schedule == "synchronous"
-            and (other.model, other.stages) == (case.model, case.stages)
+            and other.stages == case.stages
             and other.recipe.minibatches == case.recipe.minibatches
         ]
         columns = [
-            case.model,
             case.stages,
             case.recipe.minibatches,
             named(case),
@@ -234,7 +227,6 @@ def compressed(results: Sequence[Trained]) -> str:
         ):
             rows[replace(case, seed=0)].append((plain, loss))
     headers = [
-        "model",
         "stages",
         "minibatches",
         "schedule",
@@ -253,7 +245,7 @@ def compressed(results: Sequence[Trained]) -> str:
 def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[str]:
     plain, loss = map(fmean, zip(*losses, strict=True))
     each = ", ".join(f"{one / other - 1:+.2%}" for other, one in losses)
-    columns = [case.model, case.stages, case.recipe.minibatches, named(case)]
+    columns: list[object] = [case.stages, case.recipe.minibatches, named(case)]
     columns += [case.recipe.optimizer, case.compress, len(losses)]
     return [*map(str, columns), f"{loss:.3f}", f"{plain:.3f}", f"{loss / plain - 1:+.2%}", each]
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -25,7 +25,6 @@ from tabulate import tabulate
 from benchmarks.convergence import transformer
 from benchmarks.convergence.late import curve_of
 from benchmarks.convergence.recipes import Recipe, with_remedies
-from benchmarks.convergence.replicas import Replicas
 from benchmarks.testbed.bed import Testbed, testbed
 from benchmarks.testbed.predict import given_plan
 from planner.api.running import estimate
@@ -39,7 +38,7 @@ from planner.workers.job import Job
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "links.jsonl", HERE / "links.md"
-DDP, LOCAL = "DDP", "local"
+DDP = "DDP"
 CONTENDERS = ("1f1b", "2bw", "1f1b-flush", DDP)
 TIMEOUT_S = 3600.0
 
@@ -49,17 +48,16 @@ class Case:
     """What is trained.
 
     Attributes:
-        contender: a schedule, `DDP`, or `LOCAL` for local updates.
+        contender: a schedule or `DDP`.
         recipe: of the whole training.
         minibatches: trained of it; where only the time is of interest, a few.
-        stages: of a block each, one per worker; for `DDP` and `LOCAL`, workers.
+        stages: of a block each, one per worker; for `DDP`, workers.
         parts: microbatches of a minibatch, where the schedule divides it.
         seed: of first weights and data.
         bandwidth: of each worker's link.
         clip: `--clip-grad-norm`.
         late_lr: `--late-lr`.
-        compress: what stages send; for `DDP` "PowerSGD" and a rank, for `LOCAL` minibatches between
-            two agreements.
+        compress: what stages send.
     """
 
     contender: str
@@ -76,9 +74,9 @@ class Case:
     @property
     def name(self) -> str:
         """The contender, with what it compresses to."""
-        if self.contender == LOCAL:
-            return f"local updates, {self.compress} minibatches each"
-        return self.contender + (f", {self.compress}" if self.compress != "none" else "")
+        if self.compress == "none":
+            return self.contender
+        return f"{self.contender}, {self.compress}"
 
     @property
     def named(self) -> str:
@@ -89,11 +87,6 @@ class Case:
     def whole(self) -> bool:
         """Whether the recipe is trained to its end."""
         return self.minibatches == self.recipe.minibatches
-
-    @property
-    def compared(self) -> bool:
-        """Whether it is not in the product, and so has a loop of `replicas.py`."""
-        return self.contender == LOCAL or self.compress.startswith("PowerSGD")
 
     @property
     def model(self) -> str:
@@ -118,59 +111,72 @@ class Run:
 
 def main() -> None:
     """Run what is asked for, and print and keep the results."""
+    arguments = _arguments()
+    recipe = Recipe(arguments.optimizer, arguments.rate, arguments.minibatches)
+    if arguments.table:
+        write_table(recipe, arguments.clip)
+        return
+
+    recipe.choose()
+    with testbed(arguments.stages, computing=True) as bed:
+        links = bed.links(flat_cluster(arguments.stages, parse_bandwidth(arguments.bandwidth)))
+        for case in cases(arguments, recipe):
+            run = train(bed, links, case)
+            print(run, flush=True)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(run)) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    words = (
-        "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send, "
-        "local+16 sends seldom"
+    add = parser.add_argument
+    add(
+        "--contenders",
+        default=";".join(CONTENDERS),
+        help="separated by semicolons; 1f1b+int8 compresses what it sends",
     )
-    parser.add_argument("--contenders", default=";".join(CONTENDERS), help=words)
-    parser.add_argument("--optimizer", default="newest-muon")
-    parser.add_argument("--rate", type=float, default=0.016)
-    parser.add_argument("--minibatches", type=int, default=400, help="of the recipe")
-    parser.add_argument("--only", type=int, help="train so few of them, for the time")
-    parser.add_argument("--stages", type=int, choices=(4, 8), default=4)
-    parser.add_argument(
-        "--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided"
-    )
-    parser.add_argument("--seeds", default="0")
-    parser.add_argument("--bandwidth", default="1Gbps")
-    parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
-    parser.add_argument(
-        "--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none"
-    )
-    parser.add_argument(
-        "--loss-only", action="store_true", help="keep no times, because other work runs, too"
-    )
-    parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
-    args = parser.parse_args()
-    if args.table:
-        plain = [run for run in read() if run.case.compress == "none"]
-        recipe = Recipe(args.optimizer, args.rate, args.minibatches)
-        tables = table(plain), times(plain, recipe, args.clip), compressed(read()), losses(read())
-        TABLE.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-        return
-    recipe = Recipe(args.optimizer, args.rate, args.minibatches)
-    recipe.choose()
-    with testbed(args.stages, computing=True) as bed:
-        links = bed.links(flat_cluster(args.stages, parse_bandwidth(args.bandwidth)))
-        for seed in map(int, args.seeds.split(",")):
-            for name in args.contenders.split(";"):
-                contender, _, compress = name.partition("+")
-                late = contender not in (DDP, LOCAL) and find(contender).asynchronous
-                minibatches = args.only or args.minibatches
-                case = Case(
-                    contender, recipe, minibatches, args.stages, args.parts, seed, args.bandwidth
-                )
-                late_lr = args.late_lr if late else 0.0
-                case = replace(case, compress=compress or "none", clip=args.clip, late_lr=late_lr)
-                run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
-                if args.loss_only:
-                    run = replace(run, seconds_per_minibatch=None)
-                print(run, flush=True)
-                with RESULTS.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(run)) + "\n")
+    add("--optimizer", default="newest-muon")
+    add("--rate", type=float, default=0.016)
+    add("--minibatches", type=int, default=400, help="of the recipe")
+    add("--only", type=int, help="train so few of them, for the time")
+    add("--stages", type=int, choices=(4, 8), default=4)
+    add("--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided")
+    add("--seeds", default="0")
+    add("--bandwidth", default="1Gbps")
+    add("--clip", type=float, help="as --clip-grad-norm of plan train")
+    add("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
+    add("--table", action="store_true", help="train nothing; write links.md")
+    return parser.parse_args()
+
+
+def cases(arguments: argparse.Namespace, recipe: Recipe) -> Iterator[Case]:
+    """Yield each contender with each seed."""
+    for seed in map(int, arguments.seeds.split(",")):
+        for name in arguments.contenders.split(";"):
+            contender, _, compress = name.partition("+")
+            stale = contender != DDP and find(contender).asynchronous
+            yield Case(
+                contender=contender,
+                recipe=recipe,
+                minibatches=arguments.only or arguments.minibatches,
+                stages=arguments.stages,
+                parts=arguments.parts,
+                seed=seed,
+                bandwidth=arguments.bandwidth,
+                compress=compress or "none",
+                clip=arguments.clip,
+                late_lr=arguments.late_lr if stale else 0.0,
+            )
+
+
+def write_table(recipe: Recipe, clip: float | None) -> None:
+    """Write links.md; the times to a loss are of this recipe."""
+    runs = read()
+    uncompressed = [run for run in runs if run.case.compress == "none"]
+    tables = table(uncompressed), times(uncompressed, recipe, clip), compressed(runs)
+    TABLE.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
 
 
 def train(bed: Testbed, links: Cluster, case: Case) -> Run:
@@ -196,28 +202,6 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
         seconds=result.seconds,
         loss=result.evaluations[-1].loss if result.evaluations else None,
         curve=curve_of([math.nan if each.loss is None else each.loss for each in result.losses]),
-    )
-
-
-def train_replicas(bed: Testbed, links: Cluster, case: Case) -> Run:
-    """Train what `replicas.py` has."""
-    rank, local = (
-        (0, int(case.compress))
-        if case.contender == LOCAL
-        else (int(case.compress[len("PowerSGD") :]), 0)
-    )
-    asked = Replicas(
-        case.model, case.recipe, case.minibatches, case.seed, power_sgd=rank, local=local
-    )
-    answer = bed.call(
-        "benchmarks.convergence.replicas:train", {"replicas": asdict(asked)}, links, TIMEOUT_S
-    )
-    return Run(
-        case,
-        answer["seconds_per_minibatch"],
-        answer["seconds"],
-        loss=answer["loss"] if case.whole else None,
-        curve=curve_of(answer["losses"]),
     )
 
 
@@ -358,22 +342,6 @@ def compressed(runs: Sequence[Run]) -> str:
     links = sorted({link for times in known.values() for link in times}, key=parse_bandwidth)
     rows = [[name] + [_ms(times[link], ".0f") for link in links] for name, times in known.items()]
     return tabulate(rows, ["ms per minibatch at", *links], tablefmt="github", disable_numparse=True)
-
-
-def losses(runs: Sequence[Run]) -> str:
-    """Return the losses of whole trainings of 400 minibatches that compress, or send seldom, by
-    optimizer.
-    """
-    known: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for run in runs:
-        if run.loss is not None and run.case.compress != "none" and run.case.minibatches == 400:
-            known[run.case.name, f"{run.case.recipe.optimizer}, {run.case.recipe.rate:g}"].append(
-                run.loss
-            )
-    rows = [(*key, f"{fmean(each):.3f}", len(each)) for key, each in known.items()]
-    return tabulate(
-        rows, ["after 400 minibatches", "optimizer and rate", "loss", "seeds"], tablefmt="github"
-    )
 
 
 def _ms(seconds: Sequence[float | None], form: str) -> str:

@@ -96,17 +96,6 @@ class Testbed:
             self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers)
         )
 
-    def call(
-        self, function: str, arguments: dict[str, Any], cluster: Cluster, timeout_s: float
-    ) -> dict[str, Any]:
-        """Call "module:function" in the worker of every host, and return what the first one's
-        returned.
-
-        The links are those that were shaped last. Arguments and answers are values of JSON.
-        """
-        task = {"kind": "call", "function": function, "arguments": arguments}
-        return self._ask(task, cluster, 1.0, timeout_s)
-
     def _ask(
         self,
         task: dict[str, Any],

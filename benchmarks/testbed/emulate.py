@@ -7,17 +7,14 @@ time_factor. So all ratios of computation to communication stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from benchmarks.testbed.layers import ELEMENT_BYTES, Block, Divided, write_model
+from benchmarks.testbed.layers import ELEMENT_BYTES, Block, write_model
 from planner.formats.cluster import Cluster
 from planner.formats.profile import (
-    DEGREE_COLUMNS,
-    DegreeCosts,
     Device,
     Edge,
     Layer,
@@ -32,7 +29,6 @@ from planner.model.spec import load_model_file
 LINK_BYTES_PER_S = 6e6  # of the slowest link: what 16 workers on 2 cores can sustain
 LEAST_WHOLE_S = 1.0  # for a minibatch of the whole model
 SHARE_S = 0.15  # for a device's share of a minibatch
-_COLUMNS = [each.name for each in fields(Divided) if each.name != "by_samples"]
 MOST_BLOCKS = 48  # more are joined, because a sleep per layer costs this machine about 0.1 ms
 
 
@@ -93,15 +89,11 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
             update_s=block.update_s * scale.time_factor,
             weight_bytes=round(block.weight_bytes * scale.byte_factor),
             output_bytes=round(block.output_bytes * scale.byte_factor),
-            divided=None
-            if block.divided is None
-            else block.divided.scaled(scale.time_factor, scale.byte_factor),
         )
         for block in chain
     ]
     path = write_model(blocks, size, folder)
-    degree = profile.tensor[0].degree if profile.tensor else 1
-    return Emulated(path, _profile(path, blocks, size, profile.model, degree), scale, profile)
+    return Emulated(path, _profile(path, blocks, size, profile.model), scale, profile)
 
 
 def as_chain(profile: Profile) -> list[Block]:
@@ -122,16 +114,13 @@ def as_chain(profile: Profile) -> list[Block]:
             crossing[index] += values[source, value]
     chain: list[Block] = []
     open_block: Block | None = None
-    for layer, output_bytes, divided in zip(
-        profile.layers, crossing, _divided(profile), strict=True
-    ):
+    for layer, output_bytes in zip(profile.layers, crossing, strict=True):
         block = Block(
             layer.forward_s,
             layer.backward_s,
             layer.update_s,
             layer.gradient_bytes,
             output_bytes,
-            divided,
         )
         open_block = block if open_block is None else _together(open_block, block)
         if layer.name not in profile.no_cut_after:
@@ -163,108 +152,56 @@ def _together(one: Block, other: Block) -> Block:
         one.update_s + other.update_s,
         one.weight_bytes + other.weight_bytes,
         other.output_bytes,
-        None if one.divided is None or other.divided is None else one.divided + other.divided,
     )
-
-
-def _divided(profile: Profile) -> Sequence[Divided | None]:
-    """Return what the layers cost a rank of the first degree that the profile knows."""
-    if not profile.tensor:
-        return [None] * len(profile.layers)
-    costs = profile.tensor[0]
-    names = [each.replace("weight_bytes", "gradient_bytes") for each in _COLUMNS]
-    rows = zip(*(getattr(costs, name) for name in names), strict=True)
-    return [replace(Divided(*row), by_samples=bool(costs.by_samples)) for row in rows]
 
 
 def _seconds(block: Block) -> float:
     return block.forward_s + block.backward_s + block.update_s
 
 
-def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int) -> Profile:
+def _profile(path: Path, blocks: Sequence[Block], size: int, name: str) -> Profile:
     """Return the profile that `plan profile` would measure, from the times that the layers are
     given.
     """
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(size))
-    layers = emulated_layers(
-        graph, size, [(block.forward_s, block.backward_s, block.update_s) for block in blocks]
-    )
-    divided = None if degree == 1 else (_degree_costs(blocks, layers, degree),)
-    return emulated_profile(name, graph, size, layers, "benchmarks.testbed", tensor=divided)
-
-
-def emulated_layers(
-    graph: LayerGraph, size: int, times: Sequence[tuple[float, float, float]]
-) -> list[Layer]:
-    """Return the layers of a captured model that sleeps for these seconds of forward, backward and
-    update.
-
-    Their bytes are those of `size` samples, as long as they can be. Layers behind the last, the
-    loss, take no time.
-    """
-    parameters = dict(graph.model.named_parameters())
-    extent = (size, *(length.most for length in graph.lengths)) if graph.lengths else size
-    layers = list[Layer]()
-    for index, layer in enumerate(graph.layers):
-        forward_s, backward_s, update_s = times[index] if index < len(times) else (0.0, 0.0, 0.0)
-        weight_bytes = sum(ELEMENT_BYTES * parameters[own].numel() for own in layer.parameters)
-        made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
-        layers.append(
-            Layer(
-                name=layer.name,
-                op=layer.op,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                update_s=update_s,
-                outputs=tuple(
-                    Value(
-                        name=spec.name,
-                        output_bytes=spec.size_bytes(extent),
-                        gradient_bytes=spec.size_bytes(extent) if spec.requires_grad else 0,
-                    )
-                    for spec in made
-                ),
-                weight_bytes=weight_bytes,
-                gradient_bytes=weight_bytes,
-                parameters=layer.parameters,
-            )
-        )
-    return layers
-
-
-def emulated_profile(
-    name: str, graph: LayerGraph, size: int, layers: Sequence[Layer], tool: str, **more: Any
-) -> Profile:
-    """Return the profile of such layers, with `more` of its fields."""
     return Profile(
         model=name,
         graph_hash=graph.hash,
         device=Device(kind="cpu", name="emulated", threads=1),
         dtype="float32",
         microbatch_size=size,
-        layers=tuple(layers),
+        layers=tuple(_layers(graph, blocks, size)),
         edges=tuple(
             Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges
         ),
-        provenance=Provenance(tool=tool, source="estimated"),
-        **more,
+        provenance=Provenance(tool="benchmarks.testbed", source="estimated"),
     )
 
 
-def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int) -> DegreeCosts:
-    """Return the costs of the emulated layers on one of so many ranks."""
-    columns: dict[str, Any] = {
-        name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS
-    }
-    nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
-    every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
-    columns |= {name: tuple(getattr(one, name) for one in every) for name in _COLUMNS}
-    columns["by_samples"] = any(one.by_samples for one in every) or None
-    # As the layer makes its weight: of at least one element.
-    weights = tuple(
-        max(1, one.weight_bytes // ELEMENT_BYTES) * ELEMENT_BYTES if layer.weight_bytes else 0
-        for one, layer in zip(every, layers, strict=True)
-    )
-    columns |= {"weight_bytes": weights, "gradient_bytes": weights}
-    return DegreeCosts(degree=degree, source="estimated", **columns)
+def _layers(graph: LayerGraph, blocks: Sequence[Block], size: int) -> Iterator[Layer]:
+    """Yield the layers of a captured model that sleeps; the loss behind the last takes no time."""
+    parameters = dict(graph.model.named_parameters())
+    loss = Block(0.0, 0.0, 0.0, 0, 0)
+    for index, layer in enumerate(graph.layers):
+        block = blocks[index] if index < len(blocks) else loss
+        weight_bytes = sum(ELEMENT_BYTES * parameters[own].numel() for own in layer.parameters)
+        made = [graph.specs[node] for node in graph.crossing if graph.owner[node] == index]
+        yield Layer(
+            name=layer.name,
+            op=layer.op,
+            forward_s=block.forward_s,
+            backward_s=block.backward_s,
+            update_s=block.update_s,
+            outputs=tuple(
+                Value(
+                    name=spec.name,
+                    output_bytes=spec.size_bytes(size),
+                    gradient_bytes=spec.size_bytes(size) if spec.requires_grad else 0,
+                )
+                for spec in made
+            ),
+            weight_bytes=weight_bytes,
+            gradient_bytes=weight_bytes,
+            parameters=layer.parameters,
+        )

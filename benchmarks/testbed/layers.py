@@ -9,17 +9,15 @@ A layer's backward has a part for its input and one for its weight, because zero
 run them apart.
 
 Nothing is computed: outputs and gradients are buffers, allocated once. Messages and all-reduces are
-real, also those of ranks that divide a layer between them: each sleeps for its part, and then they
-all-reduce as many bytes as the profile says.
+real.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.formats.profile import UNKNOWN_WEIGHT_SHARE
-from planner.model.capture.graph import LayerGraph
-from planner.model.tensor.division import DividedWeights
-from planner.model.tensor.group import TensorGroup
-from planner.model.tensor.row_exchange import swap
 
 SLACK_S = 0.005
 ELEMENT_BYTES = 4
@@ -47,41 +41,6 @@ class Block:
     update_s: float
     weight_bytes: int
     output_bytes: int
-    divided: Divided | None = None  # on one of several ranks that divide it
-
-
-@dataclass(frozen=True)
-class Divided:
-    """One layer on one of several ranks: seconds and bytes, and the all-reduces of its forward and
-    of its backward.
-    """
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    weight_bytes: int
-    forward_reduced_bytes: int
-    backward_reduced_bytes: int
-    forward_reduces: float
-    backward_reduces: float
-    # each has samples of its own: what forwards send is exchanged, and comes back so
-    by_samples: bool = False
-
-    def __add__(self, other: Divided) -> Divided:
-        numbers = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
-        return replace(Divided(*(one + more for one, more in numbers)), by_samples=self.by_samples)
-
-    def scaled(self, times: float, sizes: float) -> Divided:
-        """Return it with other seconds, and other bytes."""
-        return replace(
-            self,
-            forward_s=self.forward_s * times,
-            backward_s=self.backward_s * times,
-            update_s=self.update_s * times,
-            weight_bytes=round(self.weight_bytes * sizes),
-            forward_reduced_bytes=round(self.forward_reduced_bytes * sizes),
-            backward_reduced_bytes=round(self.backward_reduced_bytes * sizes),
-        )
 
 
 class Device:
@@ -100,32 +59,6 @@ class Device:
         if self._busy_until_s > now:
             time.sleep(self._busy_until_s - now)
 
-    def all_reduce(
-        self, group: TensorGroup | None, size_bytes: int, count: int, *, exchanges: bool = False
-    ) -> None:
-        """All-reduce so many bytes over a group in `count` parts; the device goes on when they have
-        come.
-
-        Or exchange as many: an all-to-all sends half of what an all-reduce of its bytes does.
-        """
-        if group is None or not count or not dist.is_initialized():
-            return
-        elements, ranks = size_bytes // count // ELEMENT_BYTES, group.mesh.get_group()
-        part = torch.zeros(
-            max(1, 2 * elements // group.degree) * group.degree if exchanges else max(1, elements)
-        )
-        taken = torch.empty_like(part)
-        for _ in range(count):
-            if exchanges:
-                swap(
-                    ranks,
-                    lambda peer: part.view(group.degree, -1)[peer],
-                    lambda peer: taken.view(group.degree, -1)[peer],
-                )()
-            else:
-                dist.all_reduce(part, group=ranks)
-        self._busy_until_s = time.perf_counter()
-
 
 DEVICE = Device()
 
@@ -138,37 +71,12 @@ class EmulatedLayer(nn.Module):
     def __init__(self, block: Block, microbatch_size: int) -> None:
         super().__init__()
         self.block = block
-        self._make_weight()
+        self.weight = nn.Parameter(torch.zeros(max(1, block.weight_bytes // ELEMENT_BYTES)))
+        # For the optimizer, which sees no layers.
+        self.weight.update_s = block.update_s  # type: ignore[attr-defined]
+        self.weight_gradient = torch.zeros_like(self.weight)
         self.per_sample = max(1, round(block.output_bytes / ELEMENT_BYTES / microbatch_size))
         self._buffers_of: dict[tuple[int, ...], Tensor] = {}
-        self._group: TensorGroup | None = None
-
-    def _make_weight(self) -> None:
-        self.weight = nn.Parameter(torch.zeros(max(1, self.block.weight_bytes // ELEMENT_BYTES)))
-        # For the optimizer, which sees no layers.
-        self.weight.update_s = self.block.update_s  # type: ignore[attr-defined]
-        self.weight_gradient = torch.zeros_like(self.weight)
-
-    def divide(self, group: TensorGroup) -> None:
-        """Become a rank's part of the layer."""
-        assert self.block.divided is not None, "the profile does not say what its parts take"
-        own, output_bytes = self.block.divided, self.block.output_bytes
-        self.block = Block(
-            own.forward_s, own.backward_s, own.update_s, own.weight_bytes, output_bytes, own
-        )
-        self._group = group
-        self._make_weight()
-
-    def reduce(self, forward: bool) -> None:
-        """All-reduce the outputs, or the gradients of the inputs, with the ranks that have the
-        other parts.
-        """
-        if self._group is not None and (own := self.block.divided) is not None:
-            size_bytes = own.forward_reduced_bytes if forward else own.backward_reduced_bytes
-            count = math.ceil(own.forward_reduces if forward else own.backward_reduces)
-            DEVICE.all_reduce(
-                self._group, size_bytes, count, exchanges=own.by_samples and own.forward_reduces > 0
-            )
 
     def forward(self, value: Tensor) -> Tensor:
         """Sleep, and return the output."""
@@ -197,14 +105,12 @@ class _OfInput(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.layer, ctx.shape = layer, tuple(value.shape)
         DEVICE.compute(layer.block.forward_s)
-        layer.reduce(True)
         return layer.buffer(len(value), layer.per_sample)
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor, None]:
         layer: EmulatedLayer = ctx.layer
         DEVICE.compute((1 - UNKNOWN_WEIGHT_SHARE) * layer.block.backward_s)
-        layer.reduce(False)
         return layer.buffer(*ctx.shape), None
 
 
@@ -304,10 +210,6 @@ def loss(output, target):
     return layers.loss(output, target)
 
 
-def tensor_parallel_plan():
-    return {"*": "emulated"}
-
-
 def optimizer(parameters):
     return layers.SleepingOptimizer(parameters)
 '''
@@ -326,24 +228,4 @@ def write_model(blocks: list[Block], microbatch_size: int, folder: Path) -> Path
 def load_blocks(path: Path) -> tuple[list[Block], int]:
     """Return the costs that `write_model` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    return [_block(**block) for block in content["blocks"]], content["microbatch_size"]
-
-
-def _block(divided: dict[str, Any] | None, **others: Any) -> Block:
-    return Block(**others, divided=None if divided is None else Divided(**divided))
-
-
-def division_of(
-    graph: LayerGraph, _plan: object, group: TensorGroup, _samples: int = 0
-) -> DividedWeights:
-    """Divide emulated layers; takes the place of the product's function, which divides products in
-    captured graphs.
-
-    The layers' weights are parts by their making, whole under their names.
-    """
-    by_samples = False
-    for layer in graph.model.modules():
-        if isinstance(layer, EmulatedLayer):
-            layer.divide(group)
-            by_samples |= layer.block.divided is not None and layer.block.divided.by_samples
-    return DividedWeights(group, {}, by_samples=by_samples)
+    return [Block(**block) for block in content["blocks"]], content["microbatch_size"]

@@ -19,27 +19,19 @@ ROUNDS = 6  # of synchronous runs; the first does not count
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per minibatch of a run: predicted by simulation, by the cost model alone, and
-    measured.
-    """
+    """Seconds per minibatch of a run: predicted by simulation, and measured."""
 
     model: str
     cluster: str
     config: str
     schedule: str
     predicted_s: float
-    cost_model_s: float
     measured_s: float
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
-
-    @property
-    def cost_model_error(self) -> float:
-        """Relative error of the cost model."""
-        return self.cost_model_s / self.measured_s - 1
 
 
 def run_plan(
@@ -55,7 +47,6 @@ def run_plan(
         if plan.microbatches == 1
         else f"{plan.schedule} x{plan.microbatches}",
         predicted_s=plan.predicted.seconds_per_minibatch,
-        cost_model_s=plan.solver.cost_model_s or plan.predicted.seconds_per_minibatch,
         measured_s=measured_s,
     )
 
@@ -78,39 +69,12 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
     )
 
 
-def data_parallel_run(
-    bed: Testbed, emulated: Emulated, links: Cluster, seconds: float, beside: Plan | None = None
-) -> Measured:
-    """Run data parallelism on all devices.
-
-    `beside`: a plan whose minibatches and microbatches it trains; without it, minibatches of one
-        microbatch. With fewer
-    microbatches than devices, each device has one, and seconds are for as many samples as the
-    plan's minibatch has.
-    """
-    microbatches = 1 if beside is None else beside.microbatches
-    # On one stage all schedules that divide minibatches are the same.
-    schedule: str = "1f1b" if microbatches == 1 else "1f1b-flush"
-    counted = 1 if microbatches == 1 else max(microbatches, links.gpus)
-    plan = given_plan(
-        emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,), schedule, counted
-    )
-    run, share = run_plan(bed, emulated, plan, described(links), seconds), microbatches / counted
-    return replace(
-        run,
-        schedule="data parallelism" + (f" x{microbatches}" if microbatches > 1 else ""),
-        predicted_s=run.predicted_s * share,
-        cost_model_s=run.cost_model_s * share,
-        measured_s=run.measured_s * share,
-    )
-
-
-def recomputing(plan: Plan) -> Plan:
-    """Return the plan with stages that recompute; its predicted times and memory remain those
-    without.
-    """
-    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
-    return plan.model_copy(update={"stages": stages})
+def data_parallel_run(bed: Testbed, emulated: Emulated, links: Cluster, seconds: float) -> Measured:
+    """Run data parallelism on all devices; each has minibatches of one microbatch in turn."""
+    layers = len(emulated.profile.layers)
+    plan = given_plan(emulated.profile, links, [layers], (links.gpus,))
+    run = run_plan(bed, emulated, plan, described(links), seconds)
+    return replace(run, schedule="data parallelism")
 
 
 def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) -> float:

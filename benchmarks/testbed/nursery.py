@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import multiprocessing
 import os
@@ -24,9 +23,7 @@ from typing import Any
 
 import torch
 
-import planner.executor.run.stages
 from benchmarks.netns import INTERFACE
-from benchmarks.testbed import layers
 from benchmarks.testbed.buckets import scaled_buckets
 from planner.executor.run.train import train_worker
 from planner.formats.timeline import Timeline
@@ -43,7 +40,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Serve tasks until standard input ends."""
     die_with_parent()
-    setattr(planner.executor.run.stages, "division_of", layers.division_of)  # noqa: B010
     torch.set_num_threads(1)
     keep_freed_pages()  # as the product's workers do
     started = json.loads(sys.stdin.readline())
@@ -120,12 +116,6 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
                 return _links(task)
             case "train":
                 return _train(Job.model_validate(task["job"]))
-            case "call":
-                module, name = task["function"].split(":")
-                answer: dict[str, Any] = getattr(importlib.import_module(module), name)(
-                    **task["arguments"]
-                )
-                return answer
             case kind:
                 raise ValueError(f"unknown task '{kind}'")
 

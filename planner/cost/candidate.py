@@ -51,7 +51,9 @@ class StageOptions(ShardedReplicas, DividedLayers, Recomputes):
 
     def with_replicas(self, count: int) -> "StageOptions":
         """Return the options of so many replicas; a single one divides nothing."""
-        sharding = self.sharding if count > 1 else UNSHARDED
+        sharding = UNSHARDED
+        if count > 1:
+            sharding = self.sharding
         return replace(self, replicas=count, level=sharding.level, group=sharding.group)
 
     @property

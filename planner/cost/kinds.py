@@ -61,10 +61,14 @@ def fastest_ranks(layer_costs: LayerCosts, cluster: Cluster, count: int) -> list
     """Return so many ranks in ascending order, those of the fastest kinds of devices."""
     if not cluster.kinds:
         return list(range(count))
+
     everything = layer_costs.single_stage
-    kinds = zip(cluster.kinds, cluster.kind_ranks, strict=True)
-    by_speed = sorted(kinds, key=lambda each: _compute_s(layer_costs, everything, each[0]))
-    ranks = [rank for _, own in by_speed for rank in own]
+    seconds = [_compute_s(layer_costs, everything, kind) for kind in cluster.kinds]
+    by_speed = sorted(range(len(seconds)), key=seconds.__getitem__)
+
+    ranks: list[int] = []
+    for number in by_speed:
+        ranks += cluster.kind_ranks[number]
     return sorted(ranks[:count])
 
 

@@ -75,14 +75,18 @@ def busy_resources(
 
 
 def _sent_bytes(plan: UnpricedPlan) -> float:
-    sent = 0.0
+    """Return the bytes that all devices send per minibatch."""
+    messages = 0.0
     rings = 0.0
     for work, stage in zip(plan.works, plan.stages, strict=True):
         r = stage.replicas
         degree = stage.options.ranks_per_replica
-        sent += float(work.sent_bytes) * degree
+        messages += float(work.sent_bytes) * degree
+
         # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round
         # of r minibatches.
         ring = 2 * (r - 1) * degree * float(work.trainable_bytes)
-        rings += ring if plan.setting.schedule.divides else ring / r
-    return sent * plan.setting.microbatches + rings
+        if not plan.setting.schedule.divides:
+            ring /= r
+        rings += ring
+    return messages * plan.setting.microbatches + rings

@@ -183,27 +183,42 @@ def _fsdp(said: Settings, asked: Asked) -> Configuration:
 
 
 def _strategy(said: Settings, copies: int) -> Sharding:
-    """Return what FSDP divides: by its strategy, or in its second version by whether it reshards
-    after the forward.
-    """
+    """Return what FSDP divides; nothing on one copy."""
     version = said.count("fsdp_config.fsdp_version") or 1
     if version == 1:
-        said.get("fsdp_config.fsdp_reshard_after_forward")
-        key = "fsdp_config.fsdp_sharding_strategy"
-        sharding, in_servers = said.choice(key, _STRATEGIES) or (ZERO_3, False)
-        machines = said.count("num_machines") or 1
-        if in_servers and machines > 1:
-            sharding = sharding.in_groups(copies // machines)
+        sharding = _first_version(said, copies)
     else:
-        reshards = said.switch("fsdp_config.fsdp_reshard_after_forward")
-        sharding = ZERO_2 if reshards is False else ZERO_3
-    return sharding if copies > 1 else UNSHARDED
+        sharding = _second_version(said)
+
+    if copies == 1:
+        return UNSHARDED
+    return sharding
+
+
+def _first_version(said: Settings, copies: int) -> Sharding:
+    """Return what FSDP divides by its strategy."""
+    said.get("fsdp_config.fsdp_reshard_after_forward")
+    key = "fsdp_config.fsdp_sharding_strategy"
+    sharding, in_servers = said.choice(key, _STRATEGIES) or (ZERO_3, False)
+    machines = said.count("num_machines") or 1
+    if in_servers and machines > 1:
+        return sharding.in_groups(copies // machines)
+    return sharding
+
+
+def _second_version(said: Settings) -> Sharding:
+    """Return what FSDP divides by whether it reshards after the forward."""
+    if said.switch("fsdp_config.fsdp_reshard_after_forward") is False:
+        return ZERO_2
+    return ZERO_3
 
 
 def _in_groups(sharding: Sharding, shards: int, copies: int) -> Sharding:
     if shards == 1:
         return UNSHARDED
-    return sharding.in_groups(shards if shards < copies else 0)
+    if shards >= copies:
+        return sharding.in_groups(0)
+    return sharding.in_groups(shards)
 
 
 def _megatron(said: Settings, asked: Asked) -> Configuration:
@@ -214,6 +229,10 @@ def _megatron(said: Settings, asked: Asked) -> Configuration:
     copies = copies_of(tensor, pipeline, asked.gpus)
     batches = Batches(said.file, accumulation=said.count(f"{section}num_micro_batches"))
     micro, whole = batches.settled(asked, copies)
+    sharding = UNSHARDED
+    if said.switch(f"{section}use_distributed_optimizer") and copies > 1:
+        sharding = ZERO_1
+
     # Megatron recomputes attention alone there, which is named as not understood.
     if not said.values.get(f"{section}recompute_activations"):
         said.switch(f"{section}recompute_activations")
@@ -225,9 +244,7 @@ def _megatron(said: Settings, asked: Asked) -> Configuration:
         global_batch=whole,
         recomputes=bool(asked.recomputes),
         sequence_parallel=bool(said.switch(f"{section}sequence_parallelism")) and tensor > 1,
-        sharding=ZERO_1
-        if said.switch(f"{section}use_distributed_optimizer") and copies > 1
-        else UNSHARDED,
+        sharding=sharding,
         dtype=_precision(said),
     )
 
@@ -242,7 +259,10 @@ def _deepspeed(said: Settings, asked: Asked) -> Configuration:
         return replace(run, dtype=run.dtype or dtype)
 
     assert asked.gpus is not None
-    zero = zero_stage(said, "deepspeed_config.zero_stage")
+    sharding = zero_stage(said, "deepspeed_config.zero_stage") or ZERO_2
+    if asked.gpus == 1:
+        sharding = UNSHARDED
+
     section = "deepspeed_config."
     batches = Batches(said.file, accumulation=said.count(f"{section}gradient_accumulation_steps"))
     micro, whole = batches.settled(asked, asked.gpus)
@@ -251,7 +271,7 @@ def _deepspeed(said: Settings, asked: Asked) -> Configuration:
         micro_batch=micro,
         global_batch=whole,
         recomputes=bool(asked.recomputes),
-        sharding=(zero or ZERO_2) if asked.gpus > 1 else UNSHARDED,
+        sharding=sharding,
         dtype=dtype,
     )
 
@@ -312,47 +332,82 @@ def _as_megatron(run: Configuration) -> dict[str, Any]:
 
 def _as_fsdp(run: Configuration, said: Settings) -> dict[str, Any]:
     """Return the keys of FSDP, or of plain data parallelism where nothing is sharded."""
-    assert run.gpus is not None
     if run.pipeline > 1 or run.recomputes_some:
         raise PlanError("accelerate's section on FSDP has no form for a pipeline")
     if run.sharding.divides_optimizer_alone:
         raise PlanError("FSDP has no form for a sharded optimizer's state alone")
+
     if run.tensor == 1 and not run.sharding.divides_anything:
         if not run.autocast and run.dtype != "float32":
             raise PlanError("data parallelism of PyTorch keeps weights in float32")
         return {"distributed_type": DDP}
-    sharded = run.sharding.divides_weights
-    section: dict[str, Any] = {"fsdp_activation_checkpointing": run.recomputes}
+
     second = said.values.get("fsdp_config.fsdp_version") in (2, "2")
-    copies = run.replicas(run.gpus)
-    shards = (run.sharding.group or copies) if run.sharding.divides_anything else 1
     if second or run.tensor > 1:
-        section |= {"fsdp_version": 2, "fsdp_reshard_after_forward": sharded}
-        degrees = {
+        return _as_second_version(run)
+    return _as_first_version(run)
+
+
+def _as_second_version(run: Configuration) -> dict[str, Any]:
+    """Return the keys of FSDP's second version, and the degrees beside it."""
+    assert run.gpus is not None
+    copies = run.replicas(run.gpus)
+    shards = 1
+    if run.sharding.divides_anything:
+        shards = run.sharding.group or copies
+    return {
+        "distributed_type": FSDP,
+        "fsdp_config": {
+            "fsdp_activation_checkpointing": run.recomputes,
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": run.sharding.divides_weights,
+        },
+        "parallelism_config": {
             "parallelism_config_dp_replicate_size": copies // shards,
             "parallelism_config_dp_shard_size": shards,
             "parallelism_config_tp_size": run.tensor,
-        }
-        return {
-            "distributed_type": FSDP,
-            "fsdp_config": section,
-            "parallelism_config": degrees,
-        }
-    strategy = "FULL_SHARD" if sharded else "SHARD_GRAD_OP"
-    if run.sharding.group:
-        if run.sharding.group * (run.machines or 1) != copies or run.machines in (None, 1):
-            raise PlanError("FSDP's groups are whole servers")
-        strategy = "HYBRID_SHARD" if sharded else "HYBRID_SHARD_ZERO2"
-    section["fsdp_sharding_strategy"] = strategy
-    return {"distributed_type": FSDP, "fsdp_config": section}
+        },
+    }
+
+
+def _as_first_version(run: Configuration) -> dict[str, Any]:
+    """Return the keys of FSDP's first version."""
+    return {
+        "distributed_type": FSDP,
+        "fsdp_config": {
+            "fsdp_activation_checkpointing": run.recomputes,
+            "fsdp_sharding_strategy": _strategy_name(run),
+        },
+    }
+
+
+def _strategy_name(run: Configuration) -> str:
+    assert run.gpus is not None
+    if not run.sharding.group:
+        if run.sharding.divides_weights:
+            return "FULL_SHARD"
+        return "SHARD_GRAD_OP"
+
+    copies = run.replicas(run.gpus)
+    if run.machines in (None, 1) or run.sharding.group * (run.machines or 1) != copies:
+        raise PlanError("FSDP's groups are whole servers")
+    if run.sharding.divides_weights:
+        return "HYBRID_SHARD"
+    return "HYBRID_SHARD_ZERO2"
 
 
 def _yaml_lines(content: Mapping[str, Any], indent: str = "") -> list[str]:
     lines = []
     for key, value in content.items():
         if isinstance(value, Mapping):
-            lines += [f"{indent}{key}:", *_yaml_lines(value, f"{indent}  ")]
+            lines.append(f"{indent}{key}:")
+            lines += _yaml_lines(value, f"{indent}  ")
         else:
-            text = f"'{value}'" if value == "no" else json.dumps(value)
-            lines.append(f"{indent}{key}: {text.strip(chr(34))}")
+            lines.append(f"{indent}{key}: {_yaml_value(value)}")
     return lines
+
+
+def _yaml_value(value: object) -> str:
+    if value == "no":  # which would be false
+        return "'no'"
+    return json.dumps(value).strip('"')

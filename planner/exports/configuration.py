@@ -183,17 +183,23 @@ class Configuration:
 
     def _around_equal(self, blocks: int, stages: int) -> list[int]:
         """Return equally many blocks for each stage but those that the file counts."""
-        first = [] if self.first_layers is None else [self.first_layers]
-        last = [] if self.last_layers is None else [self.last_layers]
+        first = []
+        if self.first_layers is not None:
+            first.append(self.first_layers)
+        last = []
+        if self.last_layers is not None:
+            last.append(self.last_layers)
+
         between = stages - len(first) - len(last)
         left = blocks - sum(first) - sum(last)
-        if between < 0 or left < between or (between and left % between) or (left and not between):
+        if not _divides_equally(left, between):
             raise InputError(
                 f"{left} layers are not divided equally over {between} stages",
                 hint="say how many layers the first or the last stage has, or lay all of them out",
             )
-        middle = [left // between] * between if between else []
-        return [*first, *middle, *last]
+        if not between:
+            return first + last
+        return first + [left // between] * between + last
 
     def _with_lighter_ends(self, blocks: int, lighter: tuple[int, int]) -> list[int]:
         """Return stages as torchtitan's `generate_llm_fqn_per_model_part` divides layers: as if
@@ -231,6 +237,15 @@ def copies_of(tensor: int, pipeline: int, gpus: int) -> int:
             hint=f"give `gpus={-(-gpus // each) * each}`, or other sizes of these",
         )
     return gpus // each
+
+
+def _divides_equally(layers: int, stages: int) -> bool:
+    """Whether each of so many stages, which may be none, has equally many layers, and some."""
+    if stages < 0 or layers < stages:
+        return False
+    if stages == 0:
+        return layers == 0
+    return layers % stages == 0
 
 
 def _check_each_has_some(counts: Iterable[int]) -> None:
@@ -277,7 +292,9 @@ class Batches:
         elif accumulation is None and whole % (micro * copies) == 0:
             accumulation = whole // (micro * copies)
         if whole != micro * (accumulation or 1) * copies:
-            times = "" if accumulation is None else f", {accumulation} times"
+            times = ""
+            if accumulation is not None:
+                times = f", {accumulation} times"
             raise InputError(
                 f"{self.file}: a global batch of {whole} samples is not {copies} copies of "
                 f"microbatches of {micro}{times}",
@@ -286,12 +303,14 @@ class Batches:
         return micro, whole
 
     def _one_of(self, in_file: int | None, asked: int | None, name: str) -> int | None:
-        if in_file is not None and asked is not None:
+        if in_file is None:
+            return asked
+        if asked is not None:
             raise InputError(
                 f"`{name}={asked}` has no meaning where {self.file} says {in_file}",
                 hint=f"leave out `{name}`, or the file's number",
             )
-        return asked if in_file is None else in_file
+        return in_file
 
     def _micro_of(self, whole: int | None, copies: int) -> int:
         each = copies * (self.accumulation or 1)

@@ -62,8 +62,8 @@ def read_arguments(text: str, _: Asked | None = None) -> Configuration:
         InputError: for a value that its option cannot have, or where the sizes of batches are
             missing.
     """
-    found, unknown = _sorted_out(_words(text))
-    counts = {name: _count(name, found[name]) for name in _COUNTS if name in found}
+    options, unknown = _sorted_out(_words(text))
+    counts = {name: _count(name, options[name]) for name in _COUNTS if name in options}
     for name in (MICRO_BATCH, GLOBAL_BATCH):
         if name not in counts:
             raise InputError(
@@ -71,13 +71,13 @@ def read_arguments(text: str, _: Asked | None = None) -> Configuration:
                 hint=f"add {MICRO_BATCH} and {GLOBAL_BATCH}",
             )
 
-    granularity = found.get(GRANULARITY)
-    whole_layers = granularity == "full"
+    granularity = options.get(GRANULARITY)
     if granularity not in (None, "full"):
         unknown.append(f"{GRANULARITY} {granularity}")
-    method = found.get(METHOD, "uniform")
-    if method not in ("uniform", "block"):
-        raise InputError(f"{METHOD} is '{method}'", hint="Megatron knows uniform and block")
+
+    sharding = UNSHARDED
+    if SHARDED in options:
+        sharding = ZERO_1
     return Configuration(
         tensor=counts.get(TENSOR, 1),
         pipeline=counts.get(PIPELINE, 1),
@@ -87,25 +87,44 @@ def read_arguments(text: str, _: Asked | None = None) -> Configuration:
         length=counts.get(LENGTH),
         chunks=counts.get(CHUNKS),
         layers_per_chunk=counts.get(LAYERS_PER_CHUNK),
-        stage_layers=tuple(_layout(found[LAYOUT])) if LAYOUT in found else (),
+        stage_layers=_stage_layers(options),
         first_layers=counts.get(FIRST_LAYERS),
         last_layers=counts.get(LAST_LAYERS),
-        recomputes=whole_layers,
-        recomputed_layers=counts.get(RECOMPUTED_LAYERS) if method == "block" else None,
-        sequence_parallel=SEQUENCE_PARALLEL in found,
-        sharding=ZERO_1 if SHARDED in found else UNSHARDED,
-        dtype=next((dtype for name, dtype in _HALVES.items() if name in found), None),
-        precision=_precision(found),
+        recomputes=granularity == "full",
+        recomputed_layers=_recomputed_layers(options, counts),
+        sequence_parallel=SEQUENCE_PARALLEL in options,
+        sharding=sharding,
+        dtype=next((dtype for name, dtype in _HALVES.items() if name in options), None),
+        precision=_precision(options),
         stack="megatron",
         unknown=tuple(unknown),
     )
 
 
-def _precision(found: Mapping[str, str]) -> EightBits | None:
-    """Return the format of products in 8 bits."""
-    if FP8_FORMAT not in found:
+def _stage_layers(options: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the layers of each stage; nothing where no layout is given."""
+    if LAYOUT not in options:
+        return ()
+    return tuple(_layout(options[LAYOUT]))
+
+
+def _recomputed_layers(options: Mapping[str, str], counts: Mapping[str, int]) -> int | None:
+    """Return how many layers of a stage recompute by blocks; None where all do, or none."""
+    method = options.get(METHOD, "uniform")
+    if method not in ("uniform", "block"):
+        raise InputError(f"{METHOD} is '{method}'", hint="Megatron knows uniform and block")
+    if method == "uniform":
         return None
-    return "mxfp8" if found.get(FP8_RECIPE) == "mxfp8" else "fp8"
+    return counts.get(RECOMPUTED_LAYERS)
+
+
+def _precision(options: Mapping[str, str]) -> EightBits | None:
+    """Return the format of products in 8 bits."""
+    if FP8_FORMAT not in options:
+        return None
+    if options.get(FP8_RECIPE) == "mxfp8":
+        return "mxfp8"
+    return "fp8"
 
 
 def write_arguments(run: Configuration, _: str = "") -> str:
@@ -139,9 +158,11 @@ def _written(run: Configuration) -> Iterator[str]:
         stages = "|".join("t" * count for count in run.stage_layers)
         yield f'{LAYOUT} "E{stages}L"'
     if run.recomputes:
-        method, layers = "uniform", 1
+        method = "uniform"
+        layers = 1
         if run.recomputed_layers is not None:
-            method, layers = "block", run.recomputed_layers
+            method = "block"
+            layers = run.recomputed_layers
         yield f"{GRANULARITY} full {METHOD} {method} {RECOMPUTED_LAYERS} {layers}"
     if run.sequence_parallel:
         yield SEQUENCE_PARALLEL
@@ -194,7 +215,9 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if name is not None:
             yield name, " ".join(values)
         name, _, value = word.partition("=")
-        values = [value] if value else []
+        values = []
+        if value:
+            values.append(value)
     if name is not None:
         yield name, " ".join(values)
 

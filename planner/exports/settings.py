@@ -39,7 +39,9 @@ class Settings:
         """Return a value; None where there is none, or where the trainer fills it in."""
         self.understood.add(key)
         value = self.values.get(key)
-        return None if value == LEFT_OPEN else value
+        if value == LEFT_OPEN:
+            return None
+        return value
 
     def count(self, key: str, least: int = 1) -> int | None:
         """Return a whole number; raise InputError for anything else."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.errors import InputError, PlanError
 from planner.exports.configuration import Asked, Batches, Configuration, copies_of
 from planner.exports.settings import Settings, parse_toml, parsed
-from planner.formats.names import EightBits
+from planner.formats.names import EightBits, StackName
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH, GPIPE
 from planner.schedule.schedule import Schedule
@@ -79,7 +79,13 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
             "that drains once for each update"
         )
     schedule = said.choice("parallelism.pipeline_parallel_schedule", _SCHEDULES) or FLUSH
+    if pipeline == 1:
+        schedule = FLUSH
+
     recomputes, every = _recomputation(said)
+    stack: StackName = "eager"
+    if said.switch("compile.enable"):
+        stack = "compiled"
     autocast = shards == 1 and repeated * tensor * pipeline > 1
     return Configuration(
         tensor=tensor,
@@ -88,7 +94,7 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
         micro_batch=micro,
         global_batch=whole,
         length=said.count("training.seq_len"),
-        schedule=schedule if pipeline > 1 else FLUSH,
+        schedule=schedule,
         chunks=_chunks(said, schedule, pipeline),
         layers_per_chunk=said.count("parallelism.pipeline_parallel_layers_per_stage"),
         stage_layers=_stage_layers(said),
@@ -100,7 +106,7 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
         dtype=_dtype(said),
         autocast=autocast and _dtype(said) == "bfloat16",
         precision=_precision(said),
-        stack="compiled" if said.switch("compile.enable") else "eager",
+        stack=stack,
         unknown=said.left((*_NEUTRAL, *_idle(said)), _PRICED),
         remarks=tuple(remarks),
     )
@@ -108,8 +114,9 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
 
 def _idle(said: Settings) -> Sequence[str]:
     """Return the keys that are of no effect: those of float8 where no converter makes any."""
-    converters = said.values.get("model.converters", ())
-    return () if converters else ("quantize.*",)
+    if said.values.get("model.converters", ()):
+        return ()
+    return ("quantize.*",)
 
 
 def _left_over(asked: Asked, others: int) -> int:
@@ -127,11 +134,15 @@ def _batches(said: Settings, asked: Asked, copies: int, pipeline: int) -> tuple[
     microbatches.
     """
     local = said.count("training.local_batch_size") or said.count("training.batch_size") or 8
+
     whole = said.count("training.global_batch_size", least=-1)
-    whole = whole if whole is not None and whole > 0 else local * copies
+    if whole is None or whole <= 0:
+        whole = local * copies
+
     size = said.count("parallelism.pipeline_parallel_microbatch_size") or 1
     if pipeline == 1:
         size = local
+
     if whole % (local * copies) or local % size:
         raise InputError(
             f"{said.file}: a global batch of {whole} samples is no number of local batches of "
@@ -163,7 +174,9 @@ def _chunks(said: Settings, schedule: Schedule, pipeline: int) -> int | None:
     """Return torchtitan's stages on each worker: two where the schedule has several."""
     if pipeline == 1:
         return None
-    return 2 if schedule.chunked else 1
+    if schedule.chunked:
+        return 2
+    return 1
 
 
 def _stage_layers(said: Settings) -> tuple[int, ...]:
@@ -180,9 +193,14 @@ def _stage_layers(said: Settings) -> tuple[int, ...]:
 
 
 def _lighter_ends(said: Settings) -> tuple[int, int]:
+    """Return by how many layers the first and the last stage are lighter: by default by one."""
     first = said.count("parallelism.pipeline_parallel_first_stage_less_layers", least=0)
     last = said.count("parallelism.pipeline_parallel_last_stage_less_layers", least=0)
-    return (1 if first is None else first, 1 if last is None else last)
+    if first is None:
+        first = 1
+    if last is None:
+        last = 1
+    return first, last
 
 
 def _sharding(said: Settings, repeated: int, shards: int, pipeline: int) -> Sharding:
@@ -194,8 +212,13 @@ def _sharding(said: Settings, repeated: int, shards: int, pipeline: int) -> Shar
         return UNSHARDED
     if reshards is None:
         reshards = pipeline == 1
-    sharding = ZERO_3 if reshards else ZERO_2
-    return sharding.in_groups(shards if repeated > 1 else 0)
+
+    sharding = ZERO_2
+    if reshards:
+        sharding = ZERO_3
+    if repeated == 1:
+        return sharding
+    return sharding.in_groups(shards)
 
 
 def _dtype(said: Settings) -> str | None:
@@ -240,25 +263,31 @@ def write_torchtitan(run: Configuration, _: str = "") -> str:
 
 
 def _sections(run: Configuration, schedule: str) -> Mapping[str, Mapping[str, object]]:
+    """Return the keys by section; `schedule` by torchtitan's name."""
     assert run.gpus is not None
-    copies = run.replicas(run.gpus)
+    return {
+        "training": dict(_training(run, run.gpus)),
+        "parallelism": dict(_parallelism(run, run.replicas(run.gpus), schedule)),
+        "activation_checkpoint": _recomputation_keys(run),
+    }
+
+
+def _training(run: Configuration, gpus: int) -> Iterator[tuple[str, object]]:
     local = run.micro_batch
     if run.pipeline > 1:
-        local *= run.accumulation(run.gpus)
-    training: dict[str, object] = {
-        "local_batch_size": local,
-        "global_batch_size": run.global_batch,
-    }
+        local *= run.accumulation(gpus)
+    yield "local_batch_size", local
+    yield "global_batch_size", run.global_batch
     if run.length is not None:
-        training["seq_len"] = run.length
-    recomputation: dict[str, object] = {"mode": "full" if run.recomputes else "none"}
+        yield "seq_len", run.length
+
+
+def _recomputation_keys(run: Configuration) -> Mapping[str, object]:
     if run.recompute_every > 1:
-        recomputation = {"mode": "selective", "selective_ac_option": str(run.recompute_every)}
-    return {
-        "training": training,
-        "parallelism": dict(_parallelism(run, copies, schedule)),
-        "activation_checkpoint": recomputation,
-    }
+        return {"mode": "selective", "selective_ac_option": str(run.recompute_every)}
+    if run.recomputes:
+        return {"mode": "full"}
+    return {"mode": "none"}
 
 
 def _parallelism(run: Configuration, copies: int, schedule: str) -> Iterator[tuple[str, object]]:
@@ -267,17 +296,23 @@ def _parallelism(run: Configuration, copies: int, schedule: str) -> Iterator[tup
         shards = run.sharding.group or copies
     yield "data_parallel_replicate_degree", copies // shards
     yield "data_parallel_shard_degree", shards
-    if shards > 1:
-        kept = not run.sharding.divides_weights
-        yield "fsdp_reshard_after_forward", "never" if kept else "always"
+    if shards > 1 and run.sharding.divides_weights:
+        yield "fsdp_reshard_after_forward", "always"
+    if shards > 1 and not run.sharding.divides_weights:
+        yield "fsdp_reshard_after_forward", "never"
+
     yield "tensor_parallel_degree", run.tensor
     yield "pipeline_parallel_degree", run.pipeline
-    if run.pipeline == 1:
-        return
+    if run.pipeline > 1:
+        yield from _pipeline_keys(run, schedule)
+
+
+def _pipeline_keys(run: Configuration, schedule: str) -> Iterator[tuple[str, object]]:
     yield "pipeline_parallel_schedule", schedule
     yield "pipeline_parallel_microbatch_size", run.micro_batch
     if run.stage_layers:
         yield "module_fqns_per_model_part", _modules(run.stage_layers)
+
     first, last = run.lighter_ends or (0, 0)
     yield "pipeline_parallel_first_stage_less_layers", first
     yield "pipeline_parallel_last_stage_less_layers", last

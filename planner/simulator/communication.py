@@ -47,27 +47,28 @@ class ClusterLinks:
     def message(self, rank: int, peer: int) -> tuple[LinkPath, float]:
         """Return the links that a message crosses, and its latency."""
         level = int(self.topology.level(rank, peer))
-        ends = ((rank, True), (peer, False))
-        links = tuple(
-            self._link(number, at, sends) for number in range(level + 1) for at, sends in ends
-        )
-        return LinkPath(links, min(link.bytes_per_s for link in links)), float(
-            self.topology.latency_s[level]
-        )
+        links = []
+        for number in range(level + 1):
+            links.append(self._link(number, rank, True))
+            links.append(self._link(number, peer, False))
+
+        slowest = min(link.bytes_per_s for link in links)
+        return LinkPath(tuple(links), slowest), float(self.topology.latency_s[level])
 
     def ring(self, ranks: Sequence[int], members: Collection[int]) -> tuple[LinkPath, float]:
         """Return the links of some members that an all-reduce over `ranks` crosses, and its
-        latency.
+        latency: that of 2(r-1) steps.
         """
         span = self.topology.span(ranks)
+        links: dict[LinkDirection, None] = {}
+        for number in range(span + 1):
+            for rank in members:
+                links[self._link(number, rank, True)] = None
+                links[self._link(number, rank, False)] = None
+
         link = self.topology.link(span, ranks)
-        links = dict.fromkeys(
-            self._link(number, rank, sends)
-            for number in range(span + 1)
-            for rank in members
-            for sends in (True, False)
-        )
-        return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
+        steps = 2 * (len(ranks) - 1)
+        return LinkPath(tuple(links), link.ring_bytes_per_s), steps * link.latency_s
 
     def own(self, rank: int) -> tuple[LinkDirection, ...]:
         """Return both directions of a rank's own link."""
@@ -86,7 +87,9 @@ class ClusterLinks:
 
     def _name(self, level: int, member: int, sends: bool) -> str:
         """Return what workers do on a link that joins them with others."""
-        does = "send" if sends else "receive"
+        does = "receive"
+        if sends:
+            does = "send"
         size = self._sharers[level]
         if size == 1:
             return f"worker {member} beyond its group {does}s"
@@ -229,18 +232,25 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
-        forward = isinstance(send, SendActivation)
         shared = isinstance(send, SendShared)
-        ends = (send.stage, send.peer_stage) if forward else (send.peer_stage, send.stage)
-        if shared:
-            size_bytes: float = self._costs.shared_bytes[ends]
-        else:
-            size_bytes = self._costs.transfer_bytes[ends][not forward]
-            size_bytes *= self._costs.factor(self._costs.transfer_shares.get(ends, ()), send.unit)
-
+        size_bytes = self._message_bytes(send)
         queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, shared)
-        queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
+        arrival = partial(self._on_arrival, rank, send)
+        queue.waiting.append((size_bytes, queue.latency_s, arrival))
         self._start(queue, now_s)
+
+    def _message_bytes(self, send: Send) -> float:
+        """Return the bytes of a message: costs are by the earlier and the later stage."""
+        costs = self._costs
+        forward = isinstance(send, SendActivation)
+        ends = (send.peer_stage, send.stage)
+        if forward:
+            ends = (send.stage, send.peer_stage)
+        if isinstance(send, SendShared):
+            return costs.shared_bytes[ends]
+
+        size_bytes = costs.transfer_bytes[ends][not forward]
+        return size_bytes * costs.factor(costs.transfer_shares.get(ends, ()), send.unit)
 
     def exchange(
         self,

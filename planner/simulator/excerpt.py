@@ -53,15 +53,20 @@ def _memory_within(curve: MemoryCurve, start_s: float, end_s: float) -> MemoryCu
 
 def _use_within(link: LinkUse, start_s: float, end_s: float) -> LinkUse:
     """Return the part of a link's use between two times."""
+    starts_s = []
+    ends_s = []
+    kept_shares = []
     shares = link.share or [1.0] * len(link.start_s)
-    uses = [
-        (max(from_s, start_s) - start_s, min(to_s, end_s) - start_s, share)
-        for from_s, to_s, share in zip(link.start_s, link.end_s, shares, strict=True)
-        if from_s < end_s and to_s > start_s
-    ]
+    for from_s, to_s, share in zip(link.start_s, link.end_s, shares, strict=True):
+        if from_s >= end_s or to_s <= start_s:
+            continue
+        starts_s.append(max(from_s, start_s) - start_s)
+        ends_s.append(min(to_s, end_s) - start_s)
+        kept_shares.append(share)
+
     return replace(
         link,
-        start_s=tuple(from_s for from_s, _, _ in uses),
-        end_s=tuple(to_s for _, to_s, _ in uses),
-        share=tuple(share for _, _, share in uses),
+        start_s=tuple(starts_s),
+        end_s=tuple(ends_s),
+        share=tuple(kept_shares),
     )

@@ -136,10 +136,14 @@ class FairNetwork:
         flow.on_end(now_s)
 
     def _look_ahead(self) -> None:
+        """Drop old entries, and note when the next flow ends."""
         ends = self._ends
         while ends and ends[0][2] != ends[0][3].version:
             heapq.heappop(ends)
-        self.next_s = ends[0][0] if ends else math.inf
+
+        self.next_s = math.inf
+        if ends:
+            self.next_s = ends[0][0]
 
     def _set_rate(self, flow: _Flow, bytes_per_s: float, now_s: float) -> None:
         moved = flow.bytes_per_s * (now_s - flow.since_s)

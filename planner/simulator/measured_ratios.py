@@ -107,22 +107,28 @@ def transfers(events: Iterable[Event], *, waited: bool) -> Iterator[tuple[Messag
             yield message, seconds
 
 
-def route_ratios(found: Iterable[Transfer]) -> dict[tuple[int, int], RouteRatio]:
+def route_ratios(transfers: Iterable[Transfer]) -> dict[tuple[int, int], RouteRatio]:
     """Return the ratio for each pair of workers, by their ranks.
 
     What the clocks of two hosts differ by makes messages one way longer and those the other way as
     much shorter. So the medians of both ways are added up before they are compared.
     """
-    by_way: defaultdict[tuple[int, int], dict[int, list[Transfer]]] = defaultdict(dict)
-    for each in found:
-        by_way[each.message.pair].setdefault(each.message.sender, []).append(each)
+    by_pair: defaultdict[tuple[int, int], dict[int, list[Transfer]]] = defaultdict(dict)
+    for transfer in transfers:
+        message = transfer.message
+        by_pair[message.pair].setdefault(message.sender, []).append(transfer)
 
     ratios = {}
-    for pair, ways in by_way.items():
-        planned_s = sum(median(each.planned_s for each in way) for way in ways.values())
-        measured_s = sum(median(each.measured_s for each in way) for way in ways.values())
+    for pair, ways in by_pair.items():
+        planned_s = 0.0
+        measured_s = 0.0
+        count = 0
+        for way in ways.values():
+            planned_s += median(transfer.planned_s for transfer in way)
+            measured_s += median(transfer.measured_s for transfer in way)
+            count += len(way)
+
         if measured_s > 0:
-            count = sum(map(len, ways.values()))
             ratios[pair] = RouteRatio(planned_s / measured_s, count)
     return ratios
 

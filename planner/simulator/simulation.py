@@ -381,9 +381,13 @@ class Simulation:
         start_s = ended.start_s or 0.0
         end_s = ended.end_s or 0.0
         if self.events is not None and ended.carried:
-            kind: EventKind = "all_gather" if collective.gathers else "all_reduce"
-            what = kind, collective.stage, ended.number, 0, start_s, end_s
-            self.events += [Event(rank, *what) for rank in self.shape.ranks[collective.stage]]
+            kind: EventKind = "all_reduce"
+            if collective.gathers:
+                kind = "all_gather"
+            stage = collective.stage
+            for rank in self.shape.ranks[stage]:
+                self.events.append(Event(rank, kind, stage, ended.number, 0, start_s, end_s))
+
         for rank in ended.waiting:
             self._wake(rank, end_s)
 

@@ -12,7 +12,7 @@ from planner.arguments import checked
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.shown import Shown
-from planner.formats.timeline import LANES, Event, EventKind, Timeline
+from planner.formats.timeline import LANES, Event, EventKind, LinkUse, Timeline
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.simulation import Completions
 from planner.simulator.steady_state import Steady, steady_state
@@ -151,10 +151,13 @@ class _Columns:
     def completions(self) -> Completions:
         """Return when forwards and backwards of each stage ended; 0 where there was no forward."""
         timeline = self._timeline
-        stages = range(len(timeline.ranks))
         shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches)
-        backwards_s = [self._ends_of(stage, "backward", "backward_weight") for stage in stages]
-        forwards_s = [self._ends_of(stage, "forward") or [0.0] for stage in stages]
+
+        backwards_s = []
+        forwards_s = []
+        for stage in range(len(timeline.ranks)):
+            backwards_s.append(self._ends_of(stage, "backward", "backward_weight"))
+            forwards_s.append(self._ends_of(stage, "forward") or [0.0])
         return Completions(shape, backwards_s, forwards_s)
 
     def _ends_of(self, stage: int, *wanted: EventKind) -> list[float]:
@@ -166,10 +169,14 @@ class _Columns:
         """Sum the busy seconds between two times, (lanes, workers); overlapping events both
         count.
         """
-        inside = np.minimum(self._ends_s, end) - np.maximum(self._starts_s, start)
+        until_s = np.minimum(self._ends_s, end)
+        since_s = np.maximum(self._starts_s, start)
+        inside_s = np.clip(until_s - since_s, 0.0, None)
+
+        lanes = len(LANE_NAMES)
         workers = len(self._timeline.workers)
-        sums = np.bincount(self._row, np.clip(inside, 0.0, None), len(LANE_NAMES) * workers)
-        return np.asarray(sums.reshape(len(LANE_NAMES), workers))
+        sums = np.bincount(self._row, inside_s, lanes * workers)
+        return np.asarray(sums.reshape(lanes, workers))
 
 
 def _steady(timeline: Timeline, completed: Completions, recorded: int) -> Steady | None:
@@ -217,13 +224,13 @@ def _busiest(workers: Sequence[WorkerUse], links: Sequence[LinkShare]) -> tuple[
     """Return the resource with the largest share; a tie goes to the first, and computations come
     first.
     """
-    shares = [(f"the computation of worker {each.rank}", each.compute_share) for each in workers]
-    shares += [(f"the link of worker {each.rank}, sending", each.send_share) for each in workers]
-    shares += [
-        (f"the link of worker {each.rank}, receiving", each.receive_share) for each in workers
+    uses = [
+        *((f"the computation of worker {each.rank}", each.compute_share) for each in workers),
+        *((f"the link of worker {each.rank}, sending", each.send_share) for each in workers),
+        *((f"the link of worker {each.rank}, receiving", each.receive_share) for each in workers),
+        *((f"the link that {link.name}", link.busy_share) for link in links),
     ]
-    shares += [(f"the link that {link.name}", link.busy_share) for link in links]
-    return max(shares, key=lambda pair: round(pair[1], 6))
+    return max(uses, key=lambda use: round(use[1], 6))
 
 
 # and other computations for gradients
@@ -312,16 +319,29 @@ def _links(
     own: dict[tuple[int, bool], float] = {}
     shared = []
     for link in timeline.links:
-        inside = np.minimum(link.end_s, end) - np.maximum(link.start_s, start)
-        used = np.array(link.share) if link.share else 1.0
-        busy_s = (np.clip(inside, 0.0, None) * used).sum()
-        share = _share(float(busy_s), end - start)
+        share = _share(_link_s(link, start, end), end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share
             continue
-        bandwidth = link.bandwidth_bytes_per_s
-        shared.append(LinkShare(name=link.name, bandwidth_bytes_per_s=bandwidth, busy_share=share))
+
+        use = LinkShare(
+            name=link.name,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            busy_share=share,
+        )
+        shared.append(use)
     return own, tuple(shared)
+
+
+def _link_s(link: LinkUse, start: float, end: float) -> float:
+    """Return the seconds for which a link was busy between two times; where several messages share
+    it, by their shares of its rate.
+    """
+    inside = np.minimum(link.end_s, end) - np.maximum(link.start_s, start)
+    busy = np.clip(inside, 0.0, None)
+    if link.share:
+        busy = busy * np.array(link.share)
+    return float(busy.sum())
 
 
 def _share(busy_s: float, length_s: float) -> float:

@@ -1,7 +1,7 @@
 """Runs compared with their simulations: timing errors by hand, and stage times told from everything
 else.
 
-The timing errors are those of `benchmarks.testbed.timeline`: other tests of the simulator compare
+The timing errors are those of `tests.simulator.timing_errors`: other tests of the simulator compare
 runs by them, too.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.testbed.timeline.errors import Moment, TimingError, timing_error, with_stage_times
 from planner.analysis.compare_runs import MeanStageTimes, compare_runs, mean_stage_times
 from planner.errors import InputError
 from planner.formats.cluster import Level, flat_cluster
@@ -19,6 +18,7 @@ from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.simulate_plan import costs_of, simulate, simulate_recorded
 from tests.samples import layer
 from tests.simulator.plans import equal_layers, plan_of
+from tests.simulator.timing_errors import Moment, TimingError, timing_error, with_stage_times
 from tests.timelines import EVENTS, by_hand
 
 

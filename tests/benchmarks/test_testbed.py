@@ -17,7 +17,6 @@ from torch.autograd.graph import get_gradient_edge
 from benchmarks.kept import ROOT
 from benchmarks.netns import shaped_network
 from benchmarks.testbed import compressed, layers
-from benchmarks.testbed.__main__ import main as run_command
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
@@ -165,37 +164,6 @@ def test_a_killed_testbed_leaves_no_process_and_the_next_one_removes_its_hosts()
         state = Path(f"/proc/{number}/stat")
         # ended; its parent has not looked yet
         assert not state.exists() or state.read_text().split()[2] == "Z"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (
-            ["--gpus", "2", "--bandwidth", "1Gbps", "--config", "2-1"],
-            "needs 3 devices, and there are 2",
-        ),
-        (["--gpus", "2", "--bandwidth", "1Gbps", "--config", "1-x"], "'1-x' is no config"),
-        (["--bandwidth", "1Gbps"], "by --gpus or by --topology"),
-        (["--topology", "2by2", "--bandwidth", "1Gbps"], "'2by2' is no topology"),
-        (["--gpus", "2", "--bandwidth", "10"], "bandwidth '10' is not a rate"),
-        (["--gpus", "200", "--bandwidth", "1Gbps"], "200 devices"),
-    ],
-)
-def test_wrong_input_is_a_sentence(
-    arguments: list[str],
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    profile_file = ROOT / "profiles" / "alexnet" / "cpu.json"
-    monkeypatch.setattr("sys.argv", ["testbed", "--profile", str(profile_file), *arguments])
-    with pytest.raises(SystemExit) as caught:
-        run_command()
-    assert caught.value.code == 2
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ")
-    assert complaint in error
-    assert hint.startswith("hint: ")
 
 
 def test_a_split_backward_takes_as_long_as_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Literal
 import pytest
 
 from benchmarks.testbed.predict import given_plan
-from benchmarks.testbed.timeline.errors import timing_error
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.reporting.tables.runs import run_report
@@ -19,6 +18,7 @@ from planner.simulator.simulate_plan import simulate, simulate_recorded, simulat
 from planner.simulator.summary import summarize
 from tests.lengths import cost_at, varying_profile
 from tests.samples import layer
+from tests.simulator.timing_errors import timing_error
 
 # of each layer, for 1, the length, and its square
 SHARES = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0), (0.1, 0.0, 0.9))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.testbed.timeline.errors import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
@@ -12,6 +11,7 @@ from planner.simulator.excerpt import only_minibatches
 from planner.simulator.simulate_plan import default_minibatches, simulate, simulate_recorded
 from planner.simulator.summary import summarize
 from tests.simulator.plans import equal_layers, plan_of
+from tests.simulator.timing_errors import timing_error
 
 
 def noted(plan: Plan, minibatches: int, part: range) -> Timeline:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from benchmarks.solver_quality.stage_ways import options_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import LayerCosts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import uncut_groups
+from tests.solver.stage_ways import options_of
 
 MOST_LAYERS = 10
 RESOLUTION = 1e-11  # relative difference of times that count as equal

@@ -15,9 +15,9 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.solver_quality.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
 from planner.solver.problem.problem import Problem
+from tests.solver.stage_ways import Way, combined, options_of, unbeaten
 
 
 @dataclass

@@ -37,26 +37,6 @@ from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.solver import search_plan as solve
 
-FACTORS = (
-    1 / 32,
-    1 / 24,
-    1 / 16,
-    1 / 12,
-    1 / 8,
-    1 / 6,
-    1 / 4,
-    1 / 3,
-    1 / 2,
-    2 / 3,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    8.0,
-)
-CLOSE = 0.15  # how closely an implied bandwidth must meet the published ratio
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -72,8 +52,6 @@ class Answer:
     data_parallel_over_one: float
     implied_bandwidth_bytes_per_s: float | None
     at_implied: str
-    agrees_at: tuple[float, ...] | None
-    variants: tuple[str, str, str]
 
 
 @cache
@@ -103,7 +81,7 @@ def implied_bandwidth(row: Row) -> float | None:
     return _implied_bandwidth(row, layer_costs, float(whole.compute_s))
 
 
-def answer(row: Row, scan: bool) -> Answer:
+def answer(row: Row) -> Answer:
     """Solve a row, and price its published configuration."""
     profile = profile_of_row(row)
     memory_bytes = profile.device.memory_bytes
@@ -115,8 +93,6 @@ def answer(row: Row, scan: bool) -> Answer:
     data_parallel_s = _data_parallel_s(layer_costs, cluster)
     theirs = best_cuts(layer_costs, free, row.replicas)
     implied = _implied_bandwidth(row, layer_costs, one_s)
-    if implied is None and scan:
-        implied = implied_by_ratio(row)
     at_implied = ""
     if implied is not None:
         slower = row.site.cluster(
@@ -138,23 +114,7 @@ def answer(row: Row, scan: bool) -> Answer:
         data_parallel_over_one=one_s / data_parallel_s,
         implied_bandwidth_bytes_per_s=implied,
         at_implied=at_implied,
-        agrees_at=_agreeing_factors(row, profile, memory_bytes) if scan else None,
-        variants=_variants(row, profile, cluster),
     )
-
-
-def _variants(row: Row, profile: Profile, cluster: Cluster) -> tuple[str, str, str]:
-    """Return our configurations without update time, without overlap, and without a memory
-    limit.
-    """
-    no_update = tuple(layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers)
-    asked = (
-        (profile.model_copy(update={"layers": no_update}), cluster),
-        (profile, cluster.model_copy(update={"overlap": False})),
-        (profile, cluster.model_copy(update={"memory_bytes": None})),
-    )
-    first, second, third = (_config(_solved(of, on), row.gpus) for of, on in asked)
-    return first, second, third
 
 
 def _solved(profile: Profile, cluster: Cluster) -> Plan | None:
@@ -195,42 +155,6 @@ def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float
     return float((low * high) ** 0.5)
 
 
-def implied_by_ratio(row: Row) -> float | None:
-    """Return the largest bandwidth at which we predict about the published speed-up over data
-    parallelism.
-    """
-    if len(row.replicas) == 1:
-        return None
-    layer_costs = LayerCosts(profile_of_row(row))
-    slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
-    for factor in reversed(FACTORS):
-        cluster = row.site.cluster(row.servers, None, factor)
-        theirs = best_cuts(layer_costs, cluster, row.replicas)
-        if theirs is not None:
-            ratio = _data_parallel_s(layer_costs, cluster) / theirs.seconds
-            if abs(ratio / row.over_data_parallel - 1) < CLOSE:
-                return slowest * factor
-    return None
-
-
-def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:
-    """Return the factors on bandwidth (or on the devices' time) at which our answer is the
-    published one.
-    """
-    wanted = "-".join(map(str, row.replicas))
-    agreeing = []
-    for factor in FACTORS:
-        try:
-            plan = solve(
-                profile, row.site.cluster(row.servers, memory_bytes, factor), depth="published"
-            )
-        except InfeasibleError:
-            continue
-        if plan.config == wanted:
-            agreeing.append(factor)
-    return tuple(agreeing)
-
-
 def _config(plan: Plan | None, gpus: int) -> str:
     return "does not fit" if plan is None else _config_of(plan.replicas, gpus)
 
@@ -247,12 +171,6 @@ def _times(value: float | None) -> str:
 
 def _cut(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
-
-
-def _factors(factors: tuple[float, ...] | None) -> str:
-    if factors is None:
-        return "not tried"
-    return ", ".join(f"{factor:.2g}" for factor in factors) or "none"
 
 
 def tables(answers: list[Answer]) -> str:
@@ -292,8 +210,6 @@ def tables(answers: list[Answer]) -> str:
                 _times(a.data_parallel_over_one),
                 "" if implied is None else f"{implied * 8 / 1e9:.1f}",
                 a.at_implied,
-                _factors(a.agrees_at),
-                *a.variants,
             ]
         )
     heads = ["paper", "row", "config", "over 1", "over DP", "comm. cut"]
@@ -320,9 +236,7 @@ def tables(answers: list[Answer]) -> str:
         "DP over 1, here",
         "implied Gbps",
         "ours at that (over 1)",
-        "ours is theirs at bandwidth x",
     ]
-    why += ["ours, updates free", "ours, no overlap", "ours, no memory limit"]
     return "\n\n".join(
         tabulate(rows, headers=head, tablefmt="pipe", disable_numparse=True)
         for rows, head in ((first, heads), (second, why))
@@ -337,16 +251,13 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=sorted(MODELS), choices=sorted(MODELS), help="models"
     )
-    parser.add_argument(
-        "--no-scan", action="store_true", help="leave out the last column, which takes longest"
-    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     answers = []
     for row in ROWS:
         if row.model in arguments.only:
             started = time.process_time()
-            answers.append(answer(row, not arguments.no_scan))
+            answers.append(answer(row))
             seconds = time.process_time() - started
             what = f"{row.table} {row.model} {row.site.name} {row.gpus}"
             print(f"{what}: {seconds:.1f} s of CPU", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ python -m benchmarks.testbed.real_runs --seed 1 --save
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -28,7 +28,7 @@ from planner.profiler.links.measure_cluster import measure_host
 from planner.profiler.this_machine import keep_freed_pages
 from planner.reporting.tables.profile import disturbance_words
 from planner.schedule.registry import SCHEDULES, find
-from planner.workers.job import Job, TrainResult
+from planner.workers.job import Job
 
 HEADERS = ("model", "plan", "predicted, s", "measured, s", "error", "of computing", "machine")
 FORMATS = ("", "", ".3f", ".3f", "+.1%", "+.1%", "")
@@ -102,7 +102,6 @@ class Row(Compared):
     predicted_busy_s: float = 0.0  # of the worker that computes longest by the plan
     measured_busy_s: float = 0.0  # of the same worker
     disturbed: str = ""  # what the profile says of the machine
-    uncounted_s: float = 0.0  # predicted, if codecs took no time
 
     @property
     def computing_error(self) -> float:
@@ -156,9 +155,7 @@ def measured(
         yield number, run(cases[number], cluster, seconds)
 
 
-def run(
-    case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], TrainResult] = launch
-) -> Row:
+def run(case: Case, cluster: Cluster, seconds: float) -> Row:
     """Profile the model beside a second process, then train the case's plan."""
     model = ROOT / "profiles" / case.model / "model.py"
     try:
@@ -167,7 +164,7 @@ def run(
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
-        result = train(
+        result = launch(
             Job(model=str(model), plan=plan, steps=2 * least + round(seconds / predicted_s))
         )
     except PlannerError as error:
@@ -182,9 +179,6 @@ def run(
         predicted_busy_s=_computing_s(plan, busiest.rank),
         measured_busy_s=busiest.busy_share * measured_s,
         disturbed=disturbance_words(profile) or "",
-        uncounted_s=case.plan(
-            profile, cluster.model_copy(update={"codec_times": ()})
-        ).predicted.seconds_per_minibatch,
     )
 
 

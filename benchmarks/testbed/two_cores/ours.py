@@ -46,13 +46,6 @@ class Ours:
         """Where the baselines are cut: as our plan for whole minibatches."""
         return cut_of(load_plan(plan), load_profile(self.profile(1)))
 
-    def solved(self) -> Path:
-        """Solve for two devices; return the plan's path."""
-        plan = self.folder / f"{self.model}-{self.network}.plan.json"
-        command = ["--cluster", str(self._cluster()), "--profile", str(self.profile(1))]
-        _plan("solve", *command, "-o", str(plan))
-        return plan
-
     def straight(self, schedule: str, microbatches: int) -> Path:
         """Find the best plan of two stages with one worker each; return its path."""
         plan = self.folder / f"{self.model}-{self.network}-{schedule}-{microbatches}.plan.json"

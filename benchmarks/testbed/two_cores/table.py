@@ -5,7 +5,7 @@ took turns.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -27,7 +27,6 @@ class Sample:
     cycle: int
     samples_per_s: float
     predicted_samples_per_s: float | None = None
-    first_stage_s: float | None = None  # processor time of the first stage per minibatch
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,14 @@ class Spread:
         return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
-Measure = Callable[[Sample], float | None]
-
-
-def ratios(
-    samples: Sequence[Sample], of: str, to: str, measure: Measure = lambda s: s.samples_per_s
-) -> list[float]:
-    """Return, for each cycle in which both took turns, the measure of contender `of` as a multiple
-    of that of `to`.
+def ratios(samples: Sequence[Sample], of: str, to: str) -> list[float]:
+    """Return, for each cycle in which both took turns, the rate of contender `of` as a multiple of
+    that of `to`.
     """
     found: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for sample in samples:
-        value = measure(sample)
-        if value:
-            key = (sample.model, sample.network, sample.group, sample.cycle)
-            found.setdefault(key, {})[sample.contender] = value
+        key = (sample.model, sample.network, sample.group, sample.cycle)
+        found.setdefault(key, {})[sample.contender] = sample.samples_per_s
     return [values[of] / values[to] for values in found.values() if of in values and to in values]
 
 

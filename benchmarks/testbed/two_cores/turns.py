@@ -50,7 +50,6 @@ class Contender:
         command: a module and its arguments.
         batch_size: samples per minibatch.
         predicted_samples_per_s: by its plan, if it has one.
-        all_mark: whether each process has minibatches of its own; else one process marks for all.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Contender:
     command: Sequence[str]
     batch_size: int
     predicted_samples_per_s: float | None = None
-    all_mark: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class Window:
     contender: str
     cycle: int
     samples_per_s: float
-    first_stage_s: float  # processor time of the first process's main thread per minibatch
 
 
 class Running:
@@ -118,7 +115,7 @@ class Running:
             RunError: when it fails or does not get there.
         """
         deadline = time.monotonic() + START_S
-        while sum(len(read_marks(path)) >= WARM_UP_MARKS for path in self._marks) < self._marking:
+        while self._steps(0.0) < WARM_UP_MARKS:
             self._check()
             if time.monotonic() > deadline:
                 self._end()
@@ -140,34 +137,24 @@ class Running:
         """Let it run for so long, or a little longer until every process that counts has made three
         steps.
         """
-        began_s, processor_s = time.monotonic(), self._processor_s()
+        began_s = time.monotonic()
         self._signal(signal.SIGCONT)
         time.sleep(seconds)
         while self._steps(began_s) < 3:
             self._check()
             time.sleep(_POLL_S)
         self._signal(signal.SIGSTOP)
-        elapsed_s, processor_s = time.monotonic() - began_s, self._processor_s() - processor_s
         # From the first step that ended in this turn, a part of which was in the last one.
         minibatches_per_s = sum(rate(read_marks(path, began_s)) for path in self._marks)
         return Window(
             self.contender.name,
             cycle,
             minibatches_per_s * self.contender.batch_size,
-            processor_s / (minibatches_per_s * elapsed_s),
         )
 
-    @property
-    def _marking(self) -> int:
-        return len(self._marks) if self.contender.all_mark else 1
-
     def _steps(self, since_s: float) -> int:
-        counts = sorted((len(read_marks(path, since_s)) for path in self._marks), reverse=True)
-        return counts[self._marking - 1]
-
-    def _processor_s(self) -> float:
-        """Return the processor time of the first process's main thread."""
-        return int(Path(f"/proc/{self._processes[0].pid}/schedstat").read_text().split()[0]) / 1e9
+        """Count the steps of the process that marks them."""
+        return max(len(read_marks(path, since_s)) for path in self._marks)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:

@@ -12,12 +12,11 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.testbed.two_cores.marks import Marker
@@ -43,35 +42,27 @@ def main() -> None:
     keep_freed_pages()  # as `plan train` does, so that schedules are compared and not allocators
     dist.init_process_group("gloo")
     module = importlib.import_module(f"benchmarks.testbed.two_cores.{arguments.model}")
-    step, minibatches = STEPS[arguments.contender](module, arguments)
+    step = STEPS[arguments.contender](module, arguments)
     # Of processes that do one minibatch together, the first one marks it.
-    marker = Marker() if dist.get_rank() == 0 or arguments.contender in ALONE else None
+    marker = Marker() if dist.get_rank() == 0 else None
     for done in itertools.count(1):
         step()
         if marker is not None:
-            marker.mark(done * minibatches)
+            marker.mark(done)
 
 
-def plain(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
-    """Train the unsplit model; two ranks share nothing, which is the most that two cores can do."""
+def plain(module: ModuleType, arguments: argparse.Namespace) -> Step:
+    """Train the unsplit model."""
     model = module.build_model()
-    return _local_step(module, model, arguments.batch_size), 1
+    return _local_step(module, model, arguments.batch_size)
 
 
-def ddp(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
+def ddp(module: ModuleType, arguments: argparse.Namespace) -> Step:
     """Train with DDP, the minibatch divided over the ranks: the same batch per update as the
     pipelines.
     """
     model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
-    return _local_step(module, model, arguments.batch_size // dist.get_world_size()), 1
-
-
-def ddp_each(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
-    """Train with DDP and a whole minibatch per rank: half the all-reduces per sample, twice the
-    batch per update.
-    """
-    model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
-    return _local_step(module, model, arguments.batch_size), dist.get_world_size()
+    return _local_step(module, model, arguments.batch_size // dist.get_world_size())
 
 
 def _batches(module: ModuleType, batch_size: int) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
@@ -91,19 +82,8 @@ def _local_step(module: ModuleType, model: nn.Module, batch_size: int) -> Step:
     return step
 
 
-def torch_1f1b(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
+def torch_1f1b(module: ModuleType, arguments: argparse.Namespace) -> Step:
     """Train with torch.distributed.pipelining's synchronous 1F1B."""
-    return _torch_pipeline(Schedule1F1B, module, arguments)
-
-
-def torch_gpipe(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
-    """Train with torch.distributed.pipelining's GPipe."""
-    return _torch_pipeline(ScheduleGPipe, module, arguments)
-
-
-def _torch_pipeline(
-    schedule_type: Any, module: ModuleType, arguments: argparse.Namespace
-) -> tuple[Step, float]:
     children = list(module.build_model().children())
     parts = (children[: arguments.cut], children[arguments.cut :])
     rank = dist.get_rank()
@@ -111,7 +91,7 @@ def _torch_pipeline(
     optimizer = module.optimizer(part.parameters())
     batches = _batches(module, arguments.batch_size)
     stage = PipelineStage(part, rank, len(parts), torch.device("cpu"))
-    schedule = schedule_type(stage, n_microbatches=arguments.microbatches, loss_fn=module.loss)
+    schedule = Schedule1F1B(stage, n_microbatches=arguments.microbatches, loss_fn=module.loss)
 
     def step() -> None:
         args, target = next(batches)
@@ -122,17 +102,14 @@ def _torch_pipeline(
             schedule.step(target=target)
         optimizer.step()
 
-    return step, 1
+    return step
 
 
-STEPS: dict[str, Callable[[ModuleType, argparse.Namespace], tuple[Step, float]]] = {
+STEPS: dict[str, Callable[[ModuleType, argparse.Namespace], Step]] = {
     "plain": plain,
     "ddp": ddp,
-    "ddp-each": ddp_each,
     "torch-1f1b": torch_1f1b,
-    "torch-gpipe": torch_gpipe,
 }
-ALONE = ("plain",)  # each process has minibatches of its own
 
 if __name__ == "__main__":
     main()

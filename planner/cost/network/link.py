@@ -42,18 +42,22 @@ class Link:
     def slowed(self, times: float) -> "Link":
         """Return the link, so many times slower: messages and all-reduces alike."""
         reduces = self.all_reduce_bandwidth_bytes_per_s
+        if reduces is not None:
+            reduces /= times
         return replace(
             self,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / times,
-            all_reduce_bandwidth_bytes_per_s=None if reduces is None else reduces / times,
+            all_reduce_bandwidth_bytes_per_s=reduces,
         )
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
         """Return the processor's seconds for messages of so many bytes, received and sent."""
         # It codes them. If they do not overlap it also moves them: both directions have the
         # bandwidth at once.
-        cost = self.coding_s_per_byte + (0.0 if self.overlap else 0.5 / self.bandwidth_bytes_per_s)
-        return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * cost)
+        s_per_byte = self.coding_s_per_byte
+        if not self.overlap:
+            s_per_byte += 0.5 / self.bandwidth_bytes_per_s
+        return np.asarray(np.asarray(moved_bytes, dtype=np.float64) * s_per_byte)
 
 
 def link_of(cluster: Cluster) -> Link:

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers, Work
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, DeviceKind
 from planner.formats.files import replace
 
 MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
@@ -98,16 +98,19 @@ class Topology:
         return len(self.groups)
 
     def _link_ratios(self, cluster: Cluster) -> Floats | None:
+        """Return each rank's rates by those of the cluster's levels, (levels, ranks); None where
+        kinds of devices have the same links.
+        """
         if not cluster.has_own_links:
             return None
+
         counts = [kind.count for kind in cluster.kinds]
         rows = []
         for place, number in enumerate(cluster.joined_numbers):
-            own = [
-                1.0 if kind.link_ratios is None else kind.link_ratios[number]
-                for kind in cluster.kinds
-            ]
-            of_ranks = np.repeat(own, counts)
+            of_kinds = [_link_ratio(kind, number) for kind in cluster.kinds]
+            of_ranks = np.repeat(of_kinds, counts)
+
+            # Ranks that share a link have the rate of the slowest.
             if place > 0 and cluster.levels[number].shared:
                 sharing = int(self.groups[place - 1])
                 slowest = of_ranks.reshape(-1, sharing).min(axis=1)
@@ -120,7 +123,9 @@ class Topology:
         have the same.
         """
         column = np.asarray(rates, dtype=np.float64)[:, None]
-        return np.minimum.accumulate(column if self._ratios is None else column * self._ratios)
+        if self._ratios is not None:
+            column = column * self._ratios
+        return np.minimum.accumulate(column)
 
     def _slowest(self, rates: Floats, ranks: Ranks | None = None) -> Floats:
         """Return the slowest rates of these ranks, or of all, by level."""
@@ -353,14 +358,16 @@ class Loads:
 
     def _add_shared(self, ranks: Ranks, shares: Floats, *, received: float, sent: float) -> None:
         """Add what these ranks receive and send, in bytes, to the links that they leave by."""
-        for load, (level, size, bandwidth, _) in zip(
-            self.shared, self.topology.shared, strict=True
-        ):
-            rates = bandwidth * self.topology.shared_ratio(level, ranks)
-            crossing = shares[level:].sum(axis=0) / len(ranks) / rates
+        levels = zip(self.shared, self.topology.shared, strict=True)
+        for (into, out), (level, size, bandwidth, _) in levels:
             members = np.asarray(ranks) // size
-            for way, moved_bytes in zip(load, (received, sent), strict=True):
-                way += np.bincount(members, crossing * moved_bytes, len(way))
+            rates = bandwidth * self.topology.shared_ratio(level, ranks)
+
+            # The share of a rank's messages that goes beyond the level below.
+            leaving = shares[level:].sum(axis=0)
+            s_per_byte = leaving / len(ranks) / rates
+            into += np.bincount(members, s_per_byte * received, len(into))
+            out += np.bincount(members, s_per_byte * sent, len(out))
 
     def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
         """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes
@@ -392,6 +399,12 @@ class Loads:
             if both[member] > busiest[0]:
                 busiest = (float(both[member]), member * size, (member + 1) * size)
         return busiest
+
+
+def _link_ratio(kind: DeviceKind, level: int) -> float:
+    if kind.link_ratios is None:
+        return 1.0
+    return kind.link_ratios[level]
 
 
 def _index(ranks: Ranks) -> slice | Integers:

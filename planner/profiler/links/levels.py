@@ -106,36 +106,44 @@ class LevelMeasurement:
     def __init__(self, place: Place, timeout: timedelta, effort: Effort) -> None:
         self._device = place.wire
         self._effort = effort
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
         if self._world == 1:
             raise InputError(
                 "a single worker has no links",
                 hint="start at least two: torchrun --nproc-per-node 2 ...",
             )
-        workers = self._workers = self._common("LOCAL_WORLD_SIZE")
-        hosts = self._hosts = self._world // workers
-        self._inner, self._outer = pairs_by_turn(hosts, workers)
+        self._workers = self._common("LOCAL_WORLD_SIZE")
+        self._hosts = self._world // self._workers
+        self._inner, self._outer = pairs_by_turn(self._hosts, self._workers)
+
         groups = DataGroups(place, timeout)
         # By sender and receiver: as in the executor each direction has a connection of its own.
-        self._groups = {
-            ends: groups.for_messages(*ends)
-            for pairs in (*self._inner, *self._outer)
-            for a, b in pairs
-            for ends in ((a, b), (b, a))
-        }
-        within = [range(h * workers, (h + 1) * workers) for h in range(hosts)]
-        across = [range(k, self._world, workers) for k in range(workers)]
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for pairs in (*self._inner, *self._outer):
+            for one, other in pairs:
+                self._groups[one, other] = groups.for_messages(one, other)
+                self._groups[other, one] = groups.for_messages(other, one)
+
         # Every worker makes every group, those that it is not in included.
-        self._within, self._across = (
-            [groups.for_collectives(ring) for ring in rings if len(ring) > 1]
-            for rings in (within, across)
-        )
-        several = hosts > 1 and workers > 1
-        self._one_ring = groups.for_collectives(range(self._world)) if several else None
+        self._within: list[dist.ProcessGroup] = []
+        if self._workers > 1:
+            for first in range(0, self._world, self._workers):
+                host = range(first, first + self._workers)
+                self._within.append(groups.for_collectives(host))
+        self._across: list[dist.ProcessGroup] = []
+        if self._hosts > 1:
+            for place_on_host in range(self._workers):
+                ring = range(place_on_host, self._world, self._workers)
+                self._across.append(groups.for_collectives(ring))
+        self._one_ring: dist.ProcessGroup | None = None
+        if self._hosts > 1 and self._workers > 1:
+            self._one_ring = groups.for_collectives(range(self._world))
         groups.use_once()
-        spare = place.kind != "cpu" or cores_to_send(workers)
-        # where every host has cores to send with
-        self.overlap = not self._slowest(0.0 if spare else 1.0)
+
+        # Messages overlap with computation where every host has cores to send with.
+        has_spare = place.kind != "cpu" or cores_to_send(self._workers)
+        self.overlap = not self._slowest(float(not has_spare))
 
     def fit(self, budget_s: float) -> float:
         """Send so little that measuring takes about `budget_s`, and return the seconds that it
@@ -157,13 +165,13 @@ class LevelMeasurement:
 
     def _level_groups(self) -> list[_Group]:
         """Return the members of each level, from the innermost one."""
-        workers, groups = self._workers, list[_Group]()
-        if workers > 1:
-            ring = self._within[self._rank // workers]
-            groups.append(_Group(workers, self._inner, ring, sharing=1))
+        groups = []
+        if self._workers > 1:
+            ring = self._within[self._rank // self._workers]
+            groups.append(_Group(self._workers, self._inner, ring, sharing=1))
         if self._hosts > 1:
-            ring = self._across[self._rank % workers]
-            groups.append(_Group(self._hosts, self._outer, ring, workers, self._one_ring))
+            ring = self._across[self._rank % self._workers]
+            groups.append(_Group(self._hosts, self._outer, ring, self._workers, self._one_ring))
         return groups
 
     def _pace(self, group: _Group) -> Pace:
@@ -171,27 +179,38 @@ class LevelMeasurement:
         pairs = group.turns[0]
         round_s = self._latency_s(pairs, rounds=3)
 
-        rounds, all_s = _PROBE_ROUNDS, 0.0
-        while all_s < _PROBE_S:
-            rounds *= 2
-            all_s, _ = self._stream(pairs, _PROBE_BYTES, rounds)
-
         few, many = self._factors(SMALL_SUM_BYTES)
+        s_per_byte = self._probed_s_per_byte(pairs)
         products_s = self._median_s(lambda: _multiply(many, few), _PROBE_PRODUCTS)
 
         unit_s = 0.0
         if self._shards_units(group.ring):
             net = _unit_net(_PROBE_BYTES)
             unit_s = self._median_s(lambda: _run_unit(net), 2)
+
+        one_ring_size = 0
+        if group.one_ring is not None:
+            one_ring_size = self._world
         return Pace(
             size=group.size,
             turns=len(group.turns),
-            s_per_byte=all_s / (rounds * _PROBE_BYTES),
+            s_per_byte=s_per_byte,
             round_s=2 * round_s,  # the others wait for it, which takes as long
             products_s=products_s,
             unit_s_per_byte=unit_s / _PROBE_BYTES,
-            one_ring_size=0 if group.one_ring is None else self._world,
+            one_ring_size=one_ring_size,
         )
+
+    def _probed_s_per_byte(self, pairs: Pairs) -> float:
+        """Send ever more until it takes long enough to be timed, and return the seconds per
+        byte.
+        """
+        rounds = 2 * _PROBE_ROUNDS
+        seconds, _ = self._stream(pairs, _PROBE_BYTES, rounds)
+        while seconds < _PROBE_S:
+            rounds *= 2
+            seconds, _ = self._stream(pairs, _PROBE_BYTES, rounds)
+        return seconds / (rounds * _PROBE_BYTES)
 
     def _shards_units(self, ring: dist.ProcessGroup) -> bool:
         """Return whether units with divided weights are measured; elsewhere they exchange beside
@@ -202,25 +221,20 @@ class LevelMeasurement:
     def codec_times(self) -> tuple[CodecTime, ...]:
         """Return what the codecs take: half of it at each end."""
         keep_freed_pages()  # as the workers do
-        return tuple(
-            CodecTime(
-                codec=codec.name,
-                s_per_byte=self._coding_s(codec)
-                / (2 * codec.size_bytes(self._effort.message_bytes, FLOAT_BYTES)),
-            )
-            for codec in _CODECS
-        )
+        times = []
+        for codec in _CODECS:
+            coded_bytes = codec.size_bytes(self._effort.message_bytes, FLOAT_BYTES)
+            s_per_byte = self._coding_s(codec) / (2 * coded_bytes)
+            times.append(CodecTime(codec=codec.name, s_per_byte=s_per_byte))
+        return tuple(times)
 
     def _coding_s(self, codec: Codec) -> float:
         """Return the seconds of coding and decoding a message, in all processes at once."""
         value = torch.ones(self._effort.message_bytes // FLOAT_BYTES, device=self._device)
-        coding, size = (
-            coding_of(codec, value.nbytes, value.dtype),
-            codec.size_bytes(value.nbytes, value.itemsize),
-        )
-        place = coding.place(
-            torch.empty(size, dtype=torch.uint8, device=self._device), 0, value.shape
-        )
+        coding = coding_of(codec, value.nbytes, value.dtype)
+        size = codec.size_bytes(value.nbytes, value.itemsize)
+        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        place = coding.place(message, 0, value.shape)
 
         def code() -> None:
             coding.write(place, value)
@@ -230,22 +244,20 @@ class LevelMeasurement:
 
     def _level(self, group: _Group) -> Level:
         """Measure one level."""
-        size, turns, ring, sharing, one_ring = group
-        latency_s = max(
-            # Pairs that share a link would wait for each other, which is no latency.
-            self._latency_s(pairs if sharing == 1 else pairs[:1], self._effort.latency_rounds)
-            for pairs in turns
-        )
-        bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
-        reduced_per_s = self._all_reduce(ring, size)
+        sharing = group.sharing
+        latency_s = self._level_latency_s(group)
+        bandwidth = min(self._bandwidth(pairs, sharing) for pairs in group.turns)
+        reduced_per_s = self._all_reduce(group.ring, group.size)
+
         one_ring_per_s = None
-        if one_ring is not None:
-            # more than all rings together have is noise
-            measured_per_s = self._all_reduce(one_ring, self._world)
+        if group.one_ring is not None:
+            # More than all rings together have is noise.
+            measured_per_s = self._all_reduce(group.one_ring, self._world)
             one_ring_per_s = min(measured_per_s, reduced_per_s * sharing)
-        sums = self._sums(ring, size, reduced_per_s)
+
+        sums = self._sums(group.ring, group.size, reduced_per_s)
         level = Level(
-            size=size,
+            size=group.size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
@@ -256,9 +268,20 @@ class LevelMeasurement:
             sum_wait_s=sums.wait_s,
             rate_source="measured",
         )
-        if not self._shards_units(ring):
+        if not self._shards_units(group.ring):
             return level
-        return self._with_units(level, ring, sharing, reduced_per_s)
+        return self._with_units(level, group.ring, sharing, reduced_per_s)
+
+    def _level_latency_s(self, group: _Group) -> float:
+        """Return the median latency of a message, of the slowest turn.
+
+        Pairs that share a link would wait for each other, which is no latency: one of them stands
+        for all.
+        """
+        turns = group.turns
+        if group.sharing > 1:
+            turns = [pairs[:1] for pairs in turns]
+        return max(self._latency_s(pairs, self._effort.latency_rounds) for pairs in turns)
 
     def _latency_s(self, pairs: Pairs, rounds: int) -> float:
         """Return the median latency of a message, of the slowest pair."""
@@ -285,9 +308,11 @@ class LevelMeasurement:
             rounds = max(self._effort.least_rounds, int(self._effort.seconds / between_s))
             all_s, between_s = self._stream(pairs, size_bytes, rounds)
 
+        if sharing == 1:
+            return size_bytes / between_s
         # Pairs that share a link do not all get the same part of it, and what one leaves the others
         # take. So for those all bytes count, until the last pair is done.
-        return sharing * rounds * size_bytes / all_s if sharing > 1 else size_bytes / between_s
+        return sharing * rounds * size_bytes / all_s
 
     def _stream(self, pairs: Pairs, size_bytes: int, rounds: int) -> tuple[float, float]:
         """Send messages one after the other, both ways at once.
@@ -299,11 +324,16 @@ class LevelMeasurement:
         peer = _peer_of(self._rank, pairs)
         self._wait_for_all()
         start_s = time.perf_counter()
-        ends_s = [] if peer is None else self._arrivals_s(peer, size_bytes, rounds)
-        between_s = self._slowest(
-            median([later - earlier for earlier, later in pairwise(ends_s)] or [0.0])
-        )
-        return self._slowest(ends_s[-1] - start_s if ends_s else 0.0), between_s
+        all_s = 0.0
+        between_s = 0.0
+        if peer is not None:
+            ends_s = self._arrivals_s(peer, size_bytes, rounds)
+            all_s = ends_s[-1] - start_s
+            gaps_s = [later - earlier for earlier, later in pairwise(ends_s)]
+            between_s = median(gaps_s or [0.0])
+
+        slowest_between_s = self._slowest(between_s)
+        return self._slowest(all_s), slowest_between_s
 
     def _arrivals_s(self, peer: int, size_bytes: int, rounds: int) -> list[float]:
         """Return the time at which each of `rounds` messages of `peer` arrived, while as many
@@ -363,25 +393,36 @@ class LevelMeasurement:
         computations.
         """
         small = SMALL_SUM_BYTES
-        # On CPUs as large as what models exchange: rates of larger sums are better, and say little
-        # of those.
-        usual = self._effort.sum_bytes if self._device.type == "cpu" else self._effort.message_bytes
-        large = max(2 * small, usual)
+        large = max(2 * small, self._usual_sum_bytes())
+        short, long = PRODUCT_PAIRS
 
         def added_s(size_bytes: int, pairs: int) -> tuple[float, float]:
             rounds = self._effort.sums_in_a_row(size_bytes, reduced_per_s)
             return self._added_s(size_bytes, rounds, pairs, ring)
 
-        short_s, short_gap_s = added_s(small, PRODUCT_PAIRS[0])
-        long_s, long_gap_s = added_s(small, PRODUCT_PAIRS[1])
+        short_s, short_gap_s = added_s(small, short)
+        long_s, long_gap_s = added_s(small, long)
         large_s, _ = added_s(large, 1)
-        # than nothing, unless something disturbed the measurement
+
+        # Longer than nothing, unless something disturbed the measurement.
+        share = 0.0
         longer_s = long_gap_s - short_gap_s
-        share = max(0.0, long_s - short_s) / longer_s if longer_s > 0 else 0.0
-        # a disturbed sum may have added less than nothing
+        if longer_s > 0:
+            share = max(0.0, long_s - short_s) / longer_s
+
+        # A disturbed sum may have added less than nothing.
         wait_s = max(0.0, min(share * long_gap_s, long_s))
         ends = (small, long_s - wait_s), (large, large_s - wait_s)
-        return _Sums(*_line(2 * (size - 1), size, *ends, reduced_per_s), share, wait_s)
+        rate, latency_s = _line(2 * (size - 1), size, *ends, reduced_per_s)
+        return _Sums(rate, latency_s, share, wait_s)
+
+    def _usual_sum_bytes(self) -> int:
+        """Return the size of a large sum: on CPUs what models exchange, because rates of larger
+        ones are better, and say little of those.
+        """
+        if self._device.type == "cpu":
+            return self._effort.sum_bytes
+        return self._effort.message_bytes
 
     def _with_units(
         self, level: Level, ring: dist.ProcessGroup, sharing: int, reduced_per_s: float
@@ -525,9 +566,12 @@ def typical_level(turns: Sequence[Level]) -> Level:
             medians[name] = median(values)
 
     reduced = [turn.all_reduce_bandwidth_bytes_per_s or 0.0 for turn in turns]
-    slowest, fastest = min(reduced), max(reduced)
-    seen = (slowest, fastest) if fastest > NOTABLE_SPREAD * slowest else None
-    return replace(turns[0], **medians, all_reduce_between_bytes_per_s=seen)
+    slowest = min(reduced)
+    fastest = max(reduced)
+    between = None
+    if fastest > NOTABLE_SPREAD * slowest:
+        between = (slowest, fastest)
+    return replace(turns[0], **medians, all_reduce_between_bytes_per_s=between)
 
 
 def _multiply(many: torch.Tensor, few: torch.Tensor) -> torch.Tensor:
@@ -553,11 +597,17 @@ def _line(
     """Return bytes per second and the latency of a step, by what two sizes take: bytes, and
     seconds.
     """
-    moved = steps / size * (large[0] - small[0])
+    small_bytes, small_s = small
+    large_bytes, large_s = large
+
     # Where something disturbed the measurement so much that the larger one was no slower,
     # gradients' rate counts.
-    rate = moved / (large[1] - small[1]) if large[1] > small[1] else otherwise
-    return rate, (small[1] - steps / size * small[0] / rate) / steps
+    rate = otherwise
+    if large_s > small_s:
+        rate = steps / size * (large_bytes - small_bytes) / (large_s - small_s)
+
+    moving_s = steps / size * small_bytes / rate
+    return rate, (small_s - moving_s) / steps
 
 
 def _peer_of(rank: int, pairs: Pairs) -> int | None:

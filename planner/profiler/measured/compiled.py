@@ -132,14 +132,23 @@ def equal_spans(layer_seconds: Sequence[float], most: int = RUNS) -> list[range]
     if layers <= most or total <= 0:
         starts = list(range(0, layers, -(-layers // most)))
     else:
-        starts = [0]
-        done = 0.0
-        for index, seconds in enumerate(layer_seconds):
-            # A run ends with the layer in whose middle its share of the time is reached.
-            if index and len(starts) < most and done + seconds / 2 > total * len(starts) / most:
-                starts.append(index)
-            done += seconds
+        starts = _starts_of_equal_time(layer_seconds, most)
     return [range(start, end) for start, end in pairwise([*starts, layers])]
+
+
+def _starts_of_equal_time(layer_seconds: Sequence[float], most: int) -> list[int]:
+    """Return the first layer of each run: a run ends with the layer in whose middle its share of
+    the time is reached.
+    """
+    total = sum(layer_seconds)
+    starts = [0]
+    done = 0.0
+    for index, seconds in enumerate(layer_seconds):
+        share_is_reached = done + seconds / 2 > total * len(starts) / most
+        if index and len(starts) < most and share_is_reached:
+            starts.append(index)
+        done += seconds
+    return starts
 
 
 def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[StepTimes]:
@@ -185,12 +194,12 @@ def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[in
     scaled = list(layers)
     for run_bytes, span in zip(measured.saved_bytes, measured.spans, strict=True):
         of_layers = sum(layers[index] for index in span)
-        # Where no layer saves anything, what the run saves counts for its first layer.
-        shares = [
-            layers[index] / of_layers if of_layers else float(index == span[0]) for index in span
-        ]
-        for index, share in zip(span, shares, strict=True):
-            scaled[index] = round(run_bytes * share)
+        if not of_layers:
+            # No layer saves anything: what the run saves counts for its first layer.
+            scaled[span[0]] = run_bytes
+            continue
+        for index in span:
+            scaled[index] = round(run_bytes * (layers[index] / of_layers))
     return scaled
 
 

@@ -35,13 +35,26 @@ def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
     """Say what disturbed the measurement of the whole step: a first one, and a second one if there
     was one.
     """
-    wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)
-    thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
     drift = None
     if len(whole) > 1:
-        drift = whole[1].median_s() / whole[0].median_s() - 1
-    alone = threads == 1 and thread_s > 0
-    return Disturbance(waited_share=max(0.0, 1 - thread_s / wall_s) if alone else None, drift=drift)
+        first, second = whole[:2]
+        drift = second.median_s() / first.median_s() - 1
+    return Disturbance(waited_share=_waited_share(whole, threads), drift=drift)
+
+
+def _waited_share(whole: Sequence[StepTimes], threads: int) -> float | None:
+    """Return the share of the time for which a single thread waited for a core; None for several
+    threads, and where a device has no time of threads.
+    """
+    wall_s = 0.0
+    thread_s = 0.0
+    for times in whole:
+        wall_s += sum(times.forward_s) + sum(times.backward_s)
+        thread_s += sum(times.forward_thread_s) + sum(times.backward_thread_s)
+
+    if threads > 1 or not thread_s:
+        return None
+    return max(0.0, 1 - thread_s / wall_s)
 
 
 def check_processes(processes: int, threads: int, device: torch.device, spec: TrainingSpec) -> None:

@@ -265,7 +265,11 @@ class _PartMeasurement(StepMeasurement):
         return given
 
     def _run(self, observer: LayerObserver | None) -> Mapping[str, Tensor]:
-        self._stage.set_observer(None if observer is None else _Shifted(observer, self._span.start))
+        shifted = None
+        if observer is not None:
+            shifted = _Shifted(observer, self._span.start)
+        self._stage.set_observer(shifted)
+
         given = {
             name: value.detach().requires_grad_(self._grads[name])
             for name, value in self._received.items()

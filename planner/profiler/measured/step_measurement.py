@@ -253,19 +253,28 @@ def measure_degrees(
     """Measure the layers as ranks of groups of these sizes compute them, on the device where the
     model is.
     """
+    return tuple(_measure_degree(spec, graph, batch, effort, degree) for degree in degrees)
+
+
+def _measure_degree(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, effort: Effort, degree: int
+) -> DegreeCosts:
+    """Measure the first rank of a group, also with sequence parallelism where that divides
+    anything.
+    """
     device = next(graph.model.parameters()).device
-    found = []
-    for degree in degrees:
-        plan = tensor_parallel_plan(spec, graph, degree, batch.size)
-        with first_rank(degree, device) as group:
-            division = division_of(graph, plan, group, batch.size)
-            own = batch.split(degree)[0] if division.by_samples else batch
-            by_tokens = replace(division, by_tokens=True)
-            ways = (division, by_tokens) if by_tokens.within(graph, ()).tokens else (division,)
-            measured = (
-                StepMeasurement(spec, graph, own, device, division=way).degree_costs(effort)
-                for way in ways
-            )
-            plain, *others = measured
-            found.append(replace(plain, by_tokens=others[0]) if others else plain)
-    return tuple(found)
+    plan = tensor_parallel_plan(spec, graph, degree, batch.size)
+    with first_rank(degree, device) as group:
+        division = division_of(graph, plan, group, batch.size)
+        own = batch
+        if division.by_samples:
+            own = batch.split(degree)[0]
+
+        whole = StepMeasurement(spec, graph, own, device, division=division)
+        costs = whole.degree_costs(effort)
+
+        by_tokens = replace(division, by_tokens=True)
+        if not by_tokens.within(graph, ()).tokens:
+            return costs
+        divided = StepMeasurement(spec, graph, own, device, division=by_tokens)
+        return replace(costs, by_tokens=divided.degree_costs(effort))

@@ -19,8 +19,8 @@ from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.analysis.explain import Explanation
 from planner.analysis.limits import Limits, busiest
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import config_words
-from planner.formats.timeline import LANES, LETTERS, Timeline
+from planner.formats.plan_parts import Prediction, config_words
+from planner.formats.timeline import LANES, LETTERS, Event, Timeline
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
 from planner.reporting.tables.answers import (
@@ -44,7 +44,7 @@ from planner.reporting.timeline import (
 )
 from planner.simulator.excerpt import ROUNDS
 from planner.simulator.simulate_plan import simulate
-from planner.simulator.summary import Summary, summarize
+from planner.simulator.summary import Summary, WorkerUse, summarize
 from planner.units import counted, format_bytes, format_memory, format_rate, format_seconds
 from planner.version import __version__
 
@@ -57,7 +57,9 @@ _LATE = (
     "changes."
 )
 KINDS = tuple(LANES)
+_LOOKS = {"l": "", "r": ' class="number"'}  # of a cell, by its alignment
 SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
+Tile = tuple[str, str, str]  # a name, its value, and what stands below it in small letters
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
 
 
@@ -197,23 +199,32 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
 
 
 def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
-    """Write a row's events as columns."""
-    scale = 10.0**digits
+    """Write a row's events as columns, starts as steps from the start before."""
     events = row.events
+    scale = 10.0**digits
     starts = [round(event.start_s * scale) for event in events]
     ends = [round(event.end_s * scale) for event in events]
-    peers = (-1 if event.peer_rank is None else event.peer_rank for event in events)
+    steps = [start - before for before, start in pairwise((0, *starts))]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+
     return {
         "lane": row.lane,
         "source": source,
-        "step": [start - before for before, start in pairwise((0, *starts))],
-        "length": [end - start for start, end in zip(starts, ends, strict=True)],
+        "step": steps,
+        "length": lengths,
         "kind": _column(KINDS.index(event.kind) for event in events),
         "stage": _column(event.stage for event in events),
         "minibatch": _column(event.minibatch for event in events),
         "microbatch": _column(event.microbatch for event in events),
-        "peer": _column(peers),
+        "peer": _column(map(_peer, events)),
     }
+
+
+def _peer(event: Event) -> int:
+    """Return the other worker of a message; -1 for an event without one."""
+    if event.peer_rank is None:
+        return -1
+    return event.peer_rank
 
 
 def _column(values: Iterable[int]) -> list[int] | int:
@@ -258,80 +269,106 @@ def _folded(title: str, content: str, is_open: bool = False) -> str:
 
 def _table(label: str, table: Table) -> str:
     """Draw a table, which scrolls sideways if it is too wide."""
-    css = [
-        ' class="number"' if letter == "r" else ""
-        for letter in table.align or "l" * len(table.headers)
-    ]
-    head = "".join(
-        f'<th scope="col"{look}>{escape(name)}</th>'
-        for name, look in zip(table.headers, css, strict=True)
-    )
+    looks = [_LOOKS[letter] for letter in table.align or "l" * len(table.headers)]
+
+    head = ""
+    for name, look in zip(table.headers, looks, strict=True):
+        head += f'<th scope="col"{look}>{escape(name)}</th>'
+
     body = ""
     for row in table.rows:
-        looks = zip(row, css, strict=True)
-        cells = "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in looks)
-        body += f"<tr>{cells}</tr>"
+        body += "<tr>"
+        for cell, look in zip(row, looks, strict=True):
+            body += f"<td{look}>{escape(str(cell))}</td>"
+        body += "</tr>"
+
     region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
     return f"{region}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     """Show the numbers that matter most, those of a run first, and what else is predicted."""
-    tiles = [*_speeds(plan, summary, measured)]
-    for way, text in words.speed_ups(plan).items():
-        if text.endswith("x"):
-            tiles.append((f"over {way}", text, ""))
-
-    more = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
-    causes = run_tables.bubble_causes(summary)
-    if causes:
-        more = f"{more}; waiting for {causes}"
-    tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
-
-    fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
-    if fullest.peak_bytes is not None:
-        limit = "no limit"
-        if fullest.limit_bytes is not None:
-            limit = f"of {format_memory(fullest.limit_bytes)}"
-        tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
-
+    tiles = [
+        *_speeds(plan, summary, measured),
+        *_speed_up_tiles(plan),
+        _bubble_tile(summary),
+        *_memory_tiles(summary),
+    ]
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in tiles
     )
+    notes = "".join(paragraph(_as_sentence(note), "note") for note in plan.notes)
+    prediction = _table("Prediction", _prediction_table(plan, summary))
+    return f'<dl class="figures">{items}</dl>{prediction}{notes}'
 
+
+def _speed_up_tiles(plan: Plan) -> list[Tile]:
+    return [
+        (f"over {way}", text, "")
+        for way, text in words.speed_ups(plan).items()
+        if text.endswith("x")
+    ]
+
+
+def _bubble_tile(summary: Summary) -> Tile:
+    more = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
+    causes = run_tables.bubble_causes(summary)
+    if causes:
+        more += f"; waiting for {causes}"
+    return "bubble, simulated", f"{summary.bubble_share:.1%}", more
+
+
+def _memory_tiles(summary: Summary) -> list[Tile]:
+    """Return a tile for the fullest worker; none where memory is not known."""
+    fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
+    if fullest.peak_bytes is None:
+        return []
+    limit = "no limit"
+    if fullest.limit_bytes is not None:
+        limit = f"of {format_memory(fullest.limit_bytes)}"
+    return [("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit)]
+
+
+def _prediction_table(plan: Plan, summary: Summary) -> Table:
+    """Tabulate the verdict and what is predicted beside the pace."""
     limits = Limits(*busiest(summary), summary.bubble_share)
-    lines = [
+    lines: list[tuple[str, str | None]] = [
         ("verdict", verdict(plan, limits)),
         *(("synchronous", synchronous_words(plan, way)) for way in synchronous_ways(plan)),
         ("update", words.update_line(plan)),
         ("gradients", words.staleness_line(plan)),
         *words.prediction_lines(plan, limits)[1:],
     ]
-    prediction = Table(["", "predicted"], [line for line in lines if line[1] is not None])
-    notes = "".join(
-        paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes
-    )
-    return f'<dl class="figures">{items}</dl>{_table("Prediction", prediction)}{notes}'
+    return Table(["", "predicted"], [line for line in lines if line[1] is not None])
 
 
-def _speeds(plan: Plan, summary: Summary, measured: Summary | None) -> list[tuple[str, str, str]]:
-    """Return the tiles of the speeds: name, value, and what stands below it in small letters."""
+def _as_sentence(note: str) -> str:
+    return f"{note[:1].upper()}{note[1:].removesuffix('.')}."
+
+
+def _speeds(plan: Plan, summary: Summary, measured: Summary | None) -> list[Tile]:
+    """Return the tiles of the speeds: measured, predicted and simulated."""
     predicted = plan.predicted
-    runs = {"measured": measured, f"predicted by {predicted.by}": predicted, "simulated": summary}
     tiles = []
-    for name, run in runs.items():
-        if run is not None:
-            seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
-            if run.samples_per_s is None:
-                tiles.append((name, seconds, ""))
-            else:
-                tiles.append((name, f"{format_rate(run.samples_per_s)} samples/s", seconds))
+    if measured is not None:
+        tiles.append(_speed_tile("measured", measured))
+
+    tile = _speed_tile(f"predicted by {predicted.by}", predicted)
+    tiles.append(tile)
 
     # A prediction by simulation is this simulation.
-    if tiles[-1][1:] == tiles[-2][1:]:
-        tiles.pop()
+    simulated = _speed_tile("simulated", summary)
+    if simulated[1:] != tile[1:]:
+        tiles.append(simulated)
     return tiles
+
+
+def _speed_tile(name: str, run: Summary | Prediction) -> Tile:
+    seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
+    if run.samples_per_s is None:
+        return name, seconds, ""
+    return name, f"{format_rate(run.samples_per_s)} samples/s", seconds
 
 
 def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:
@@ -350,20 +387,33 @@ def stages_section(plan: Plan, source: str) -> str:
     """Tabulate the stages and their memory, and list their layers; `source`: of the profile's
     times, if known.
     """
-    layers = ""
+    few = len(plan.stages) <= MOST_STAGES
+    times = _table("Stages", stage_table(plan)) + paragraph(_times_note(plan, source), "note")
+    memory = _table("Predicted memory per GPU", memory_table(plan))
+    return (
+        _folded("Stages, per microbatch", times, few)
+        + _folded("Predicted memory per GPU", memory, few)
+        + _folded("All layers", _layers_list(plan))
+    )
+
+
+def _times_note(plan: Plan, source: str) -> str:
+    """Say what the columns of the stages mean."""
+    profile = "profile's"
+    if source:
+        profile = f"profile's {source}"
+    note = f"Times are sums of the {profile} times of layers. {_IN_FLIGHT}"
+    if plan.staleness:
+        note += _LATE
+    return note
+
+
+def _layers_list(plan: Plan) -> str:
+    items = ""
     for number, stage in enumerate(plan.stages):
         names = "".join(f"<li>{escape(name)}</li>" for name in stage.layers)
-        layers += f"<li>stage {number}<ol>{names}</ol></li>"
-    few = len(plan.stages) <= MOST_STAGES
-    text = f"Times are sums of the profile's {source} times of layers. ".replace("  ", " ")
-    note = paragraph(text + _IN_FLIGHT + (_LATE if plan.staleness else ""), "note")
-    return (
-        _folded("Stages, per microbatch", _table("Stages", stage_table(plan)) + note, few)
-        + _folded(
-            "Predicted memory per GPU", _table("Predicted memory per GPU", memory_table(plan)), few
-        )
-        + _folded("All layers", f'<ul class="layers">{layers}</ul>')
-    )
+        items += f"<li>stage {number}<ol>{names}</ol></li>"
+    return f'<ul class="layers">{items}</ul>'
 
 
 def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str, str]:
@@ -402,47 +452,59 @@ def restarts_list(run: Timeline) -> str:
 def drift_list(run: Timeline) -> str:
     """List where devices and links were not as the plan expects; "" if they were."""
     items = "".join(f"<li>{escape(each)}</li>" for each in run.drift)
-    return (
-        f"{paragraph('While the run went on, its devices and links were not as planned:')}"
-        f"<ol>{items}</ol>"
-        if items
-        else ""
-    )
+    if not items:
+        return ""
+    title = "While the run went on, its devices and links were not as planned:"
+    return f"{paragraph(title)}<ol>{items}</ol>"
 
 
 def memory_section(summary: Summary, measured: Summary | None) -> str:
     """Frame the chart of memory over time, and tabulate the peaks."""
-    text = "Memory that each worker holds over time, simulated"
+    warning = ""
+    over = [worker.rank for worker in summary.workers if _is_over(worker)]
+    if over:
+        warning = paragraph(_over_words(over), "warn")
+
+    peaks: Sequence[WorkerUse] = ()
     if measured is not None:
-        recorded = any(worker.peak_bytes is not None for worker in measured.workers)
-        text += (
-            " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
-        )
-    text += ". The limit is dashed if it is near."
-    over = [
-        w.rank
-        for w in summary.workers
-        if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes
-    ]
-    too_full = (
-        f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more "
-        f"memory than there is."
-    )
-    table = run_tables.worker_table(
-        summary.workers, measured.workers if measured is not None else ()
-    )
+        peaks = measured.workers
+    table = run_tables.worker_table(summary.workers, peaks)
     note = paragraph(f"Of computing, sending and receiving: {run_tables.legend(summary)}.", "note")
+    few = len(table.rows) <= MOST_STAGES
     return (
-        f"{paragraph(text)}{paragraph(too_full, 'warn') if over else ''}"
+        f"{paragraph(_memory_words(measured))}{warning}"
         '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over '
         'time">'
         "<canvas></canvas></div>"
-        + _folded(
-            "Simulated use of each worker",
-            _table("Workers", table) + note,
-            len(table.rows) <= MOST_STAGES,
-        )
+        + _folded("Simulated use of each worker", _table("Workers", table) + note, few)
     )
+
+
+def _memory_words(measured: Summary | None) -> str:
+    """Say what the chart of memory shows."""
+    text = "Memory that each worker holds over time, simulated"
+    if measured is None:
+        pass
+    elif any(worker.peak_bytes is not None for worker in measured.workers):
+        text += " (filled) and measured (a line)"
+    else:
+        text += "; the run did not record its memory"
+    return f"{text}. The limit is dashed if it is near."
+
+
+def _is_over(worker: WorkerUse) -> bool:
+    """Whether a worker would need more memory than it has."""
+    if not worker.peak_bytes or not worker.limit_bytes:
+        return False
+    return worker.peak_bytes > worker.limit_bytes
+
+
+def _over_words(ranks: Sequence[int]) -> str:
+    workers = "Worker"
+    if len(ranks) > 1:
+        workers = "Workers"
+    listed = ", ".join(map(str, ranks))
+    return f"{workers} {listed} would need more memory than there is."
 
 
 def measured_section(plan: Plan, comparison: RunComparison) -> str:

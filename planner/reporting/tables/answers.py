@@ -3,14 +3,14 @@
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.limits import simulated_limits
-from planner.formats.fit import Fit
+from planner.formats.fit import Fit, FitRow
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.cost import cost_cells, cost_lines
 from planner.reporting.tables.device import unmeasured_in_plan
 from planner.reporting.tables.links import links_line
-from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.table import Table, named_values, optional_text, table_of
 from planner.reporting.tables.trainer_run import trainer_run_report
 from planner.reporting.tables.utilisation import little_use_words
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
@@ -47,28 +47,32 @@ def comparison_report(comparison: Comparison) -> str:
 def comparison_table(comparison: Comparison) -> Table:
     """Return a row for the plan and for each baseline and other schedule."""
     chosen = comparison.rows[0]
-    each, each_s = (
-        ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")
-    )
-    rate = "tokens/s" if chosen.tokens_per_s is not None else each_s
-    return table_of([_cells(row, each, rate) for row in comparison.rows], "lllrrrrrrrr")
+    unit = "sample"
+    rate = "samples/s"
+    if chosen.samples_per_s is None:
+        unit = "batch"
+        rate = "batches/s"
+    if chosen.tokens_per_s is not None:
+        rate = "tokens/s"
+    return table_of([_cells(row, unit, rate) for row in comparison.rows], "lllrrrrrrrr")
 
 
-def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
+def _cells(row: ComparisonRow, unit: str, rate: str) -> dict[str, str | None]:
+    per_s = row.tokens_per_s or row.samples_per_s or 1 / row.seconds_per_microbatch
     sent = row.communication_bytes_per_sample
-    used = row.flop_utilisation
-    cut = row.communication_cut
-    update = row.samples_per_update
+    if sent is None:
+        sent = row.communication_bytes
+
     return {
         "": row.name,
         "speed-up": words.speed_over(row.speedup, row.over_memory_bytes),
         "config": config_words(row.config),
-        rate: format_rate(row.tokens_per_s or row.samples_per_s or 1 / row.seconds_per_microbatch),
-        "MFU": None if used is None else f"{used:.0%}",
+        rate: format_rate(per_s),
+        "MFU": optional_text(row.flop_utilisation, "{:.0%}".format),
         "memory": format_bytes(row.memory_bytes),
-        f"sent/{each}": format_bytes(row.communication_bytes if sent is None else sent),
-        "sent vs DP": "" if cut is None else _signed(-cut),
-        "update": None if update is None else words.update_range(update),
+        f"sent/{unit}": format_bytes(sent),
+        "sent vs DP": optional_text(row.communication_cut, lambda cut: _signed(-cut)) or "",
+        "update": optional_text(row.samples_per_update, words.update_range),
         "stale": f"{row.staleness}",
         "idle": f"{max(0.0, row.idle_share):.0%}",
     }
@@ -234,7 +238,9 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
 
 def _gpus_line(plan: Plan) -> str:
     line = words.cluster_line(plan.cluster)
-    return line if plan.cluster.kinds else f"{plan.device.name}; {line}"
+    if plan.cluster.kinds:
+        return line
+    return f"{plan.device.name}; {line}"
 
 
 def _ways(plan: Plan) -> Table:
@@ -272,29 +278,33 @@ def _ways(plan: Plan) -> Table:
 
 
 def _numbers_of_gpus(answer: Fit) -> Table:
+    """Tabulate the plan for each number of GPUs that was tried: the most first, or the least where
+    the model does not fit what was asked about.
+    """
     rows = [*answer.others, answer.asked]
-    plans = [row.plan for row in rows if row.plan is not None]
-    unit = _unit(plans[0]) if plans else ""
-    cells = []
-    for row in sorted(rows, key=lambda row: row.gpus, reverse=answer.asked.plan is not None):
-        cell = {
-            "GPUs": row.kinds or f"{row.gpus}",
-            "split": "no plan fits",
-            "memory": "",
-            unit: "",
-            "per GPU": "",
-        }
-        if answer.run is not None:
-            cell |= cost_cells(row, answer.run)
-        if (plan := row.plan) is not None:
-            cell |= {
-                "split": _split(plan),
-                "memory": format_bytes(_most(plan)),
-                unit: format_rate(_per_s(plan)),
-            }
-            cell["per GPU"] = format_rate(_per_s(plan) / plan.workers)
-        cells.append(cell)
-    return table_of(cells, "rlrrrrr")
+    unit = next((_unit(row.plan) for row in rows if row.plan is not None), "")
+    rows.sort(key=lambda row: row.gpus, reverse=answer.asked.plan is not None)
+    return table_of([_gpus_cells(answer, row, unit) for row in rows], "rlrrrrr")
+
+
+def _gpus_cells(answer: Fit, row: FitRow, unit: str) -> dict[str, str]:
+    cells = {
+        "GPUs": row.kinds or f"{row.gpus}",
+        "split": "no plan fits",
+        "memory": "",
+        unit: "",
+        "per GPU": "",
+    }
+    if answer.run is not None:
+        cells |= cost_cells(row, answer.run)
+
+    plan = row.plan
+    if plan is not None:
+        cells["split"] = _split(plan)
+        cells["memory"] = format_bytes(_most(plan))
+        cells[unit] = format_rate(_per_s(plan))
+        cells["per GPU"] = format_rate(_per_s(plan) / plan.workers)
+    return cells
 
 
 def _split(plan: Plan) -> str:

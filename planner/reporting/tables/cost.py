@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from planner.formats.fit import Fit, FitRow, TrainingRun
+from planner.reporting.tables.table import optional_text
 from planner.units import counted, format_count, format_days, format_dollars
 
 
@@ -27,9 +28,9 @@ def cost_lines(answer: Fit) -> list[str]:
 
 def cost_cells(row: FitRow, run: TrainingRun) -> Mapping[str, str]:
     """Return the cells of a number of GPUs; empty ones where nothing fits."""
-    cells = {"days": "" if row.days is None else format_days(row.days)}
+    cells = {"days": optional_text(row.days, format_days) or ""}
     if run.dollars_per_gpu_hour is not None:
-        cells["cost"] = "" if row.dollars is None else format_dollars(row.dollars)
+        cells["cost"] = optional_text(row.dollars, format_dollars) or ""
     return cells
 
 

@@ -340,10 +340,13 @@ def _level_words(level: Level) -> str:
 
 
 def _kind_words(cluster: Cluster, kind: DeviceKind) -> str:
-    named = kind.title if kind.name else f"of {kind.title}"
+    named = f"of {kind.title}"
+    if kind.name:
+        named = kind.title
     words = f"{kind.count} {named}, {_memory(cluster.memory_of(kind))}"
     if kind.link_ratios is None:
         return words
+
     rates = [
         format_bandwidth(level.bandwidth_bytes_per_s * ratio)
         for level, ratio in zip(cluster.levels, kind.link_ratios, strict=True)
@@ -470,12 +473,17 @@ def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
 
 
 def _speed_up(plan: Plan) -> str:
-    if over := max(map(plan.lacking_bytes, range(len(plan.stages)))):
+    over = max(map(plan.lacking_bytes, range(len(plan.stages))))
+    if over:
         return f"none: the plan {speed_over(None, over)}"
-    ways = speed_ups(plan).items()
-    return ", ".join(
-        f"{text} over {way}" if text.endswith("x") else f"{way} {text}" for way, text in ways
-    )
+
+    words = []
+    for way, text in speed_ups(plan).items():
+        if text.endswith("x"):
+            words.append(f"{text} over {way}")
+        else:
+            words.append(f"{way} {text}")
+    return ", ".join(words)
 
 
 def best_baseline_line(plan: Plan) -> str | None:
@@ -499,14 +507,20 @@ def best_baseline_line(plan: Plan) -> str | None:
 
 def _communication(plan: Plan) -> str:
     predicted = plan.predicted
+    parts = []
+
     own = predicted.communication_bytes_per_sample
+    if own is not None:
+        parts.append(f"{format_bytes(own)} per sample")
+
     theirs = predicted.data_parallel_communication_bytes_per_sample
-    parts = [
-        f"{format_bytes(own)} per sample" if own is not None else "",
-        f"data parallel {format_bytes(theirs)}" if theirs is not None else "",
-        _than_data_parallel(predicted.communication_cut),
-    ]
-    return ", ".join(filter(None, parts)) or "none"
+    if theirs is not None:
+        parts.append(f"data parallel {format_bytes(theirs)}")
+
+    cut = _than_data_parallel(predicted.communication_cut)
+    if cut:
+        parts.append(cut)
+    return ", ".join(parts) or "none"
 
 
 def _than_data_parallel(cut: float | None) -> str:
@@ -517,17 +531,22 @@ def _than_data_parallel(cut: float | None) -> str:
         return ""
     if -cut >= MUCH_MORE:
         return f"{1 - cut:,.0f}x as much as data parallel"
-    return f"{abs(cut):.0%} {'less' if cut > 0 else 'more'} than data parallel"
+    if cut > 0:
+        return f"{cut:.0%} less than data parallel"
+    return f"{-cut:.0%} more than data parallel"
 
 
 def _solver(plan: Plan) -> str:
     solver = plan.solver
     if solver.name == GIVEN:
         return "none: the stages were given"
-    optimal = "optimal" if solver.status == "optimal" else "feasible"
-    if optimal == "feasible" and plan.predicted.by == "cost model":
-        optimal += f", at most {solver.gap:.1%} from optimal"
-    return f"{optimal}, {solver.name} in {format_seconds(solver.seconds)}"
+
+    how = f"{solver.name} in {format_seconds(solver.seconds)}"
+    if solver.status == "optimal":
+        return f"optimal, {how}"
+    if plan.predicted.by == "cost model":
+        return f"feasible, at most {solver.gap:.1%} from optimal, {how}"
+    return f"feasible, {how}"
 
 
 def schedules_table(plan: Plan) -> Table:
@@ -554,11 +573,17 @@ def which_plans(solver: SolverReport) -> str:
     """Say which plans a bound holds for: " in the profile's order", with some cuts, or nothing
     where for all.
     """
-    limits = solver.bound_of.split(", ") if solver.bound_of else []
-    parts = [f"with {each}" for each in limits if each != ALONG_ORDER]
+    limits = []
+    if solver.bound_of:
+        limits = solver.bound_of.split(", ")
+
+    parts = []
     if ALONG_ORDER in limits or not solver.cuts:
-        parts.insert(0, "in the profile's order")
-    return "".join(f" {each}" for each in [" and ".join(parts)] if each)
+        parts.append("in the profile's order")
+    parts += [f"with {each}" for each in limits if each != ALONG_ORDER]
+    if not parts:
+        return ""
+    return f" {' and '.join(parts)}"
 
 
 def bound_words(solver: SolverReport) -> str:
@@ -577,25 +602,23 @@ def memory_table(plan: Plan) -> Table:
     """Tabulate the memory per GPU and its parts; equal neighbours, and stages of one GPU, share a
     row.
     """
-    ranks = [stage.ranks for stage in plan.stages]
-    parts = {
-        number: memory_parts(plan, number)
-        for number, own in enumerate(ranks)
-        if ranks.index(own) == number
-    }
+    first_on: dict[tuple[int, ...], int] = {}
+    for number, stage in enumerate(plan.stages):
+        first_on.setdefault(stage.ranks, number)
+    parts = {number: memory_parts(plan, number) for number in first_on.values()}
     shown = [name for name in _PARTS if any(sizes[name] for sizes in parts.values())]
+
+    def cells(number: int) -> list[str]:
+        return [format_bytes(parts[number][name]) for name in shown]
+
     rows = []
-    for cells, numbers in groupby(
-        parts, key=lambda number: [format_bytes(parts[number][name]) for name in shown]
-    ):
-        first, *others = numbers
-        total = format_bytes(sum(parts[first].values()))
-        rows.append([f"{first}-{others[-1]}" if others else f"{first}", total, *cells])
-    headers = [
-        "stage",
-        "memory per GPU",
-        *(name.removesuffix("_bytes").replace("_", " ") for name in shown),
-    ]
+    for own, alike in groupby(parts, key=cells):
+        numbers = list(alike)
+        total = format_bytes(sum(parts[numbers[0]].values()))
+        rows.append([number_range(numbers), total, *own])
+
+    uses = [name.removesuffix("_bytes").replace("_", " ") for name in shown]
+    headers = ["stage", "memory per GPU", *uses]
     return Table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 
@@ -607,51 +630,103 @@ def memory_parts(plan: Plan, stage: int) -> dict[str, int]:
 
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
-    stages = plan.stages
-    stale = [plan.schedule.staleness(stage.in_flight) for stage in stages]
-    # A replica's first backward after an update has no gradients to accumulate into, so one
-    # microbatch never does.
-    accumulates = plan.microbatches > 1 and any(stage.accumulate_s for stage in stages)
-    sent = Counter[int]()  # activations forward and gradients back, per microbatch
+    sent = _sent_bytes(plan)
+    rows = [
+        {
+            **_place_cells(plan, stage, number),
+            **_time_cells(plan, stage),
+            "sends": format_bytes(sent[number]),
+            **_saving_cells(plan, stage),
+        }
+        for number, stage in enumerate(plan.stages)
+    ]
+    return table_of(rows)
+
+
+def _sent_bytes(plan: Plan) -> Counter[int]:
+    """Return the bytes that each stage sends per microbatch: activations forward, gradients
+    back.
+    """
+    sent = Counter[int]()
     for transfer in plan.transfers:
         sent[transfer.source] += transfer.output_bytes
         sent[transfer.target] += transfer.gradient_bytes
-    recomputes = any(stage.recomputes for stage in stages)
-    sharded = dict.fromkeys(part for stage in stages for part in stage.sharded_parts)
-    rows = [
-        {
-            "stage": number,
-            "layers": layer_range(stage.layers),
-            "replicas": stage.replicas,
-            "of ranks": stage.ranks_per_replica if plan.divides_layers else None,
-            "ranks": ranks_line(stage),
-            "GPU": plan.cluster.kinds_on(stage.ranks) if plan.cluster.kinds else None,
-            "in flight": stage.in_flight,
-            "stale": stale[number] if any(stale) else None,
-            "compute": format_seconds(stage.compute_s),
-            "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
-            "sends": format_bytes(sent[number]),
-            **{
-                part: f"1/{stage.shards}" if part in stage.sharded_parts else "whole"
-                for part in sharded
-            },
-            "recomputes": (stage.recomputation_words or "nothing") if recomputes else None,
-        }
-        for number, stage in enumerate(stages)
-    ]
-    return table_of(rows)
+    return sent
+
+
+def _place_cells(plan: Plan, stage: Stage, number: int) -> dict[str, object]:
+    """Say which layers a stage has, and on which GPUs."""
+    ranks_per_replica = None
+    if plan.divides_layers:
+        ranks_per_replica = stage.ranks_per_replica
+
+    kind = None
+    if plan.cluster.kinds:
+        kind = plan.cluster.kinds_on(stage.ranks)
+
+    return {
+        "stage": number,
+        "layers": layer_range(stage.layers),
+        "replicas": stage.replicas,
+        "of ranks": ranks_per_replica,
+        "ranks": ranks_line(stage),
+        "GPU": kind,
+    }
+
+
+def _time_cells(plan: Plan, stage: Stage) -> dict[str, object]:
+    """Say how many microbatches a stage has in flight, how stale it is, and how long it takes."""
+    stale = None
+    if any(plan.schedule.staleness(each.in_flight) for each in plan.stages):
+        stale = plan.schedule.staleness(stage.in_flight)
+
+    # A replica's first backward after an update has no gradients to accumulate into, so one
+    # microbatch never does.
+    accumulation = None
+    if plan.microbatches > 1 and any(each.accumulate_s for each in plan.stages):
+        accumulation = format_seconds(stage.accumulate_s)
+
+    return {
+        "in flight": stage.in_flight,
+        "stale": stale,
+        "compute": format_seconds(stage.compute_s),
+        "accumulation": accumulation,
+    }
+
+
+def _saving_cells(plan: Plan, stage: Stage) -> dict[str, object]:
+    """Say what a stage shards and recomputes, with a column for each part that any stage
+    shards.
+    """
+    cells: dict[str, object] = {}
+    for part in dict.fromkeys(part for each in plan.stages for part in each.sharded_parts):
+        cells[part] = "whole"
+        if part in stage.sharded_parts:
+            cells[part] = f"1/{stage.shards}"
+
+    cells["recomputes"] = None
+    if any(each.recomputes for each in plan.stages):
+        cells["recomputes"] = stage.recomputation_words or "nothing"
+    return cells
 
 
 def ranks_line(stage: Stage) -> str:
     """Write the ranks in ascending order: "0-3", "0, 2"; of many runs the first and the last."""
     # Within a run of consecutive ranks, rank minus place is the same.
     numbered = enumerate(sorted(stage.ranks))
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])
-    ]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return ", ".join(words if len(words) <= MOST_RUNS else [*words[:2], "...", words[-1]])
+    runs = groupby(numbered, key=lambda pair: pair[1] - pair[0])
+    words = [number_range([rank for _, rank in run]) for _, run in runs]
+
+    if len(words) > MOST_RUNS:
+        words = [*words[:2], "...", words[-1]]
+    return ", ".join(words)
+
+
+def number_range(numbers: Sequence[int]) -> str:
+    """Write the first and the last of consecutive numbers: "0-3", or "2" alone."""
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    return f"{numbers[0]}-{numbers[-1]}"
 
 
 def layer_range(layers: Sequence[str]) -> str:

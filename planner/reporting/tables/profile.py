@@ -10,11 +10,11 @@ from typing import Literal
 
 from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.profile import Layer, Profile
+from planner.formats.profile import Device, Layer, Profile, Provenance, WholeStep
 from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.reporting.tables.device import device_words
 from planner.reporting.tables.plan import options_words
-from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.table import Table, named_values, optional_text, table_of
 from planner.units import format_bytes, format_flops, format_memory, format_seconds
 
 
@@ -62,9 +62,12 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
         rows.sort(key=lambda row: _SIZES[by](row[1]), reverse=True)
     elif top is None:
         rows = collapsed(profile)
-    shown = rows[: max(0, top)] if top is not None else rows
+
+    shown = rows
+    if top is not None:
+        shown = rows[: max(0, top)]
     parts = [named_values(_head(profile)), _layer_table(profile, shown).text()]
-    if top is not None and len(shown) < len(rows):
+    if len(shown) < len(rows):
         parts.append(f"{len(shown)} of {len(rows)} layers")
     return "\n\n".join(parts)
 
@@ -73,17 +76,20 @@ def disturbance_words(profile: Profile) -> str | None:
     """Say what disturbed the measurement so much that its times may be too long; None for
     nothing.
     """
-    found = profile.provenance.disturbance
-    if found is None:
+    disturbance = profile.provenance.disturbance
+    if disturbance is None:
         return None
+
     words = []
-    if (found.waited_share or 0.0) >= _DISTURBED:
-        words.append(f"steps waited {found.waited_share:.0%} of their time for a core")
-    if found.drift is not None and abs(found.drift) >= _DISTURBED:
-        words.append(
-            f"a second measurement took {abs(found.drift):.0%} "
-            f"{'longer' if found.drift > 0 else 'less'}"
-        )
+    waited = disturbance.waited_share or 0.0
+    if waited >= _DISTURBED:
+        words.append(f"steps waited {waited:.0%} of their time for a core")
+
+    drift = disturbance.drift or 0.0
+    if drift >= _DISTURBED:
+        words.append(f"a second measurement took {drift:.0%} longer")
+    if drift <= -_DISTURBED:
+        words.append(f"a second measurement took {-drift:.0%} less")
     return "; ".join(words) or None
 
 
@@ -106,68 +112,100 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 
 
 def _head(profile: Profile) -> list[tuple[str, str | None]]:
-    device = profile.device
-    whole = profile.whole_step
-    layers = profile.layers
-    accumulate_s = sum(layer.accumulate_s for layer in layers)
-    own = ""
-    if device.threads:
-        own = f", {device.threads} thread{'s' * (device.threads > 1)}"
-    if device.processes is not None:
-        own += f", one of {device.processes} busy processes"
-    if device.kind != "cpu" and device.memory_bytes is not None:
-        own += f", {format_memory(device.memory_bytes)} usable"
-    size = "unknown"
-    if profile.microbatch_size is not None:
-        size = f"{profile.microbatch_size} samples"
-    valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
-    tokens = ""
-    if profile.tokens_per_sample is not None:
-        tokens = f", {profile.tokens_per_sample} tokens per sample"
-    flops = None
-    if profile.flops:
-        flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
-    sums = [
-        sum(getattr(layer, name) for layer in layers)
-        for name in ("forward_s", "backward_s", "update_s")
-    ]
-    step = None
-    if whole is not None:
-        step = _step(whole.forward_s, whole.backward_s, whole.update_s)
-    accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),
-        (
-            "device",
-            device_words(device, own) if device.name != "unknown" else "unknown",
-        ),
-        ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
+        ("device", _device_words(profile.device)),
+        ("microbatch", _microbatch_words(profile)),
         ("stages run", options_words(profile)),
-        ("loss", None if profile.loss is None else profile.loss.words),
-        (
-            "numbers",
-            profile.provenance.source + ("" if profile.provenance.sizes is None else valued),
-        ),
-        ("sum of layers", _step(*sums)),
-        ("model FLOPs", flops),
-        ("measured whole", step),
-        ("accumulation", accumulation if accumulate_s else None),
+        ("loss", optional_text(profile.loss, lambda loss: loss.words)),
+        ("numbers", _source_words(profile.provenance)),
+        ("sum of layers", _sums_words(profile.layers)),
+        ("model FLOPs", _flops_words(profile)),
+        ("measured whole", optional_text(profile.whole_step, _whole_words)),
+        ("accumulation", _accumulation_words(profile.layers)),
         ("disturbed", disturbance_words(profile)),
         *(("not cut", f"{text}; {hint}") for text, hint in uncut_notes(profile)),
         ("lengths", _lengths_words(profile)),
     ]
 
 
-def _lengths_words(profile: Profile) -> str | None:
-    if (lengths := profile.lengths) is None:
-        return None
-    ranges = zip(lengths.names, lengths.least, lengths.most, lengths.samples, strict=True)
-    words = "; ".join(
-        f"{name} {least} to {most}, mean {fmean(own):.1f}" for name, least, most, own in ranges
-    )
+def _device_words(device: Device) -> str:
+    """Name the device, with what the measurement had of it."""
+    if device.name == "unknown":
+        return "unknown"
+
+    had = ""
+    if device.threads == 1:
+        had += ", 1 thread"
+    elif device.threads:
+        had += f", {device.threads} threads"
+    if device.processes is not None:
+        had += f", one of {device.processes} busy processes"
+    if device.kind != "cpu" and device.memory_bytes is not None:
+        had += f", {format_memory(device.memory_bytes)} usable"
+    return device_words(device, had)
+
+
+def _microbatch_words(profile: Profile) -> str:
+    """Write "16 samples of float32"."""
+    size = "unknown"
+    if profile.microbatch_size is not None:
+        size = f"{profile.microbatch_size} samples"
+    if profile.dtype:
+        size += f" of {profile.dtype}"
+    return size
+
+
+def _source_words(provenance: Provenance) -> str:
+    """Say whether numbers are measured or estimated, and whether sizes hold for one batch alone."""
+    if provenance.sizes is None:
+        return provenance.source
     return (
-        f"{words}; the numbers are those of the greatest, fitted to {len(lengths.profiled)} lengths"
+        f"{provenance.source}; the sizes depend on values, and are those of example_batch with "
+        f"untrained weights"
     )
+
+
+def _flops_words(profile: Profile) -> str | None:
+    if not profile.flops:
+        return None
+    words = f"{format_flops(profile.flops)} per microbatch, forward and backward"
+    if profile.tokens_per_sample is not None:
+        words += f", {profile.tokens_per_sample} tokens per sample"
+    return words
+
+
+def _accumulation_words(layers: Sequence[Layer]) -> str | None:
+    accumulate_s = sum(layer.accumulate_s for layer in layers)
+    if not accumulate_s:
+        return None
+    return f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
+
+
+def _sums_words(layers: Sequence[Layer]) -> str:
+    return _step(
+        sum(layer.forward_s for layer in layers),
+        sum(layer.backward_s for layer in layers),
+        sum(layer.update_s for layer in layers),
+    )
+
+
+def _whole_words(step: WholeStep) -> str:
+    return _step(step.forward_s, step.backward_s, step.update_s)
+
+
+def _lengths_words(profile: Profile) -> str | None:
+    lengths = profile.lengths
+    if lengths is None:
+        return None
+
+    words = []
+    for name, least, most, samples in zip(
+        lengths.names, lengths.least, lengths.most, lengths.samples, strict=True
+    ):
+        words.append(f"{name} {least} to {most}, mean {fmean(samples):.1f}")
+    fitted = f"fitted to {len(lengths.profiled)} lengths"
+    return f"{'; '.join(words)}; the numbers are those of the greatest, {fitted}"
 
 
 def _growth(profile: Profile, layer: Layer) -> str | None:
@@ -176,64 +214,96 @@ def _growth(profile: Profile, layer: Layer) -> str | None:
     """
     if profile.lengths is None:
         return None
-    rows = zip(profile.layers, profile.lengths.layers, strict=True)
+
     fits = next(
-        fits for own, fits in rows if own.name == layer.name or fnmatchcase(own.name, layer.name)
+        fits
+        for measured, fits in zip(profile.layers, profile.lengths.layers, strict=True)
+        if measured.name == layer.name or fnmatchcase(measured.name, layer.name)
     )
-    times = fits.forward_s, fits.backward_s
-    kinds = [fit.kind for fit in times]
+    kinds = (fits.forward_s.kind, fits.backward_s.kind)
     kind = next(kind for kind in ("quadratic", "linear", "constant") if kind in kinds)
-    return f"{kind}, {max(fit.residual for fit in times):.0%} off"
+    residual = max(fits.forward_s.residual, fits.backward_s.residual)
+    return f"{kind}, {residual:.0%} off"
 
 
-def _step(*seconds: float) -> str:
-    parts = zip(("forward", "backward", "update"), seconds, strict=False)
-    return f"{format_seconds(sum(seconds))}: " + ", ".join(
-        f"{name} {format_seconds(each)}" for name, each in parts
+def _step(forward_s: float, backward_s: float, update_s: float) -> str:
+    parts = (
+        f"forward {format_seconds(forward_s)}",
+        f"backward {format_seconds(backward_s)}",
+        f"update {format_seconds(update_s)}",
     )
+    return f"{format_seconds(forward_s + backward_s + update_s)}: {', '.join(parts)}"
 
 
 def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
     """Tabulate layers, each with how often it occurs."""
-    total_s = sum(map(time_s, profile.layers))
     accumulates = any(layer.accumulate_s for _, layer in rows)
-    return table_of(
-        [
+    cells = []
+    for count, layer in rows:
+        name = layer.name
+        if count > 1:
+            name = f"{count} x {layer.name}"
+
+        accumulation = None
+        if accumulates:
+            accumulation = format_seconds(layer.accumulate_s)
+
+        cells.append(
             {
-                "layer": layer.name if count == 1 else f"{count} x {layer.name}",
+                "layer": name,
                 "op": layer.op,
                 "forward": format_seconds(layer.forward_s),
                 "backward": format_seconds(layer.backward_s),
-                "accumulation": format_seconds(layer.accumulate_s) if accumulates else None,
+                "accumulation": accumulation,
                 "update": format_seconds(layer.update_s),
-                "share": f"{count * time_s(layer) / total_s:.1%}" if total_s else "",
+                "share": _share_words(profile, count * time_s(layer)),
                 "in length": _growth(profile, layer),
                 "output": format_bytes(output_bytes(layer)),
                 "weights": format_bytes(layer.weight_bytes),
                 "saved": format_bytes(layer.saved_bytes),
             }
-            for count, layer in rows
-        ]
-    )
+        )
+    return table_of(cells)
+
+
+def _share_words(profile: Profile, seconds: float) -> str:
+    """Write the share that seconds have of the time of all layers."""
+    total_s = sum(map(time_s, profile.layers))
+    if not total_s:
+        return ""
+    return f"{seconds / total_s:.1%}"
 
 
 def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     """Return the layers in order, equal ones of repeated blocks once, with how often each occurs;
     costs are means.
     """
+    rows = []
+    for name, layers in _groups(profile):
+        if name is None:
+            rows += [(1, layer) for layer in layers]
+        else:
+            rows.append((len(layers), _mean_layer(name, layers)))
+    return rows
+
+
+def _groups(profile: Profile) -> list[tuple[str | None, list[Layer]]]:
+    """Return equal layers of repeated blocks together, by their name; all others alone, without
+    one.
+    """
     keys = _keys(profile)
     often = Counter(keys)
     groups: dict[object, list[Layer]] = {}
+    names: dict[object, str | None] = {}
     for place, (key, layer) in enumerate(zip(keys, profile.layers, strict=True)):
-        groups.setdefault(key if often[key] >= FEWEST_REPEATS else place, []).append(layer)
-
-    rows = []
-    for key, group in groups.items():
-        mean = group[0]
-        if isinstance(key, tuple):
-            mean = _mean_layer(str(key[0]), group)
-        rows.append((len(group), mean))
-    return rows
+        group: object = place
+        if often[key] >= FEWEST_REPEATS:
+            group = key
+        groups.setdefault(group, []).append(layer)
+        names[group] = None
+        if isinstance(group, tuple):
+            names[group] = str(group[0])
+    return [(names[group], layers) for group, layers in groups.items()]
 
 
 def _keys(profile: Profile) -> list[object]:

@@ -10,19 +10,20 @@ from planner.analysis.measured_cluster import MeasuredCluster
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import config_words
+from planner.formats.plan_parts import Prediction, config_words
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.plan import pace
-from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.table import Table, named_values, optional_text, table_of
 from planner.simulator.simulate_plan import simulated_s
 from planner.simulator.summary import Summary, WorkerUse, summarize
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from planner.workers.job import Loss, TrainResult, WorkerReport
+    from planner.workers.job import Evaluation, Loss, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
 SAME_PACE = 0.02  # plans nearer than this are equally fast, because predictions err by as much
+_LEAST_SHARE = 0.0005  # of the time, for a cause of waiting to be named
 MOST_ROWS = 32  # workers; of more the first of each stage is shown
 
 
@@ -30,58 +31,84 @@ def training_report(result: "TrainResult") -> str:
     """Report throughput, workers, loss and evaluations."""
     parts = [named_values(_training_lines(result)), workers_table(result.reports), _loss(result)]
     if result.evaluations:
-        last = result.evaluations[-1]
-        best = min(
-            result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss
-        )
-        parts.append(f"evaluation on {last.samples} samples: {last}")
-        if best is not last:
-            parts[-1] += f"\nbest after minibatch {best.minibatch}: {best}"
+        parts.append(_evaluation_words(result.evaluations))
     return "\n\n".join(parts)
 
 
+def _evaluation_words(evaluations: "Sequence[Evaluation]") -> str:
+    """Write the last evaluation, and the best where that is another one."""
+    last = evaluations[-1]
+    words = f"evaluation on {last.samples} samples: {last}"
+
+    best = min(evaluations, key=lambda each: _loss_or(each.loss, math.inf))
+    if best is not last:
+        words += f"\nbest after minibatch {best.minibatch}: {best}"
+    return words
+
+
+def _loss_or(loss: float | None, value: float) -> float:
+    """Return a loss, or `value` for None, which stands for one that is not finite."""
+    if loss is None:
+        return value
+    return loss
+
+
 def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
-    measured = result.samples_per_s
-    name = ""
-    if result.device_name is not None:
-        name = f" ({result.device_name})"
-    predicted = deferred = resumed = None
-    if (expected := result.predicted_samples_per_s) is not None:
-        predicted = f"{expected:.1f} samples/s" + (
-            f" ({percent_error(expected, measured)})" if measured else ""
-        )
-    if own := sum(report.deferred_weights for report in result.reports):
-        deferred = f"made stage by stage: {own} of {result.workers} workers made only their own"
-    if result.resumed_from is not None:
-        resumed = f"{result.resumed_from}, minibatch {result.first_minibatch}"
+    samples = f"{result.minibatches} of {result.minibatch_size} samples"
     return [
         ("config", config_words(result.config)),
         ("schedule", str(result.schedule)),
-        (
-            "device",
-            None
-            if result.device is None
-            else f"{result.device}{name}, messages over {result.backend}",
-        ),
-        (
-            "minibatches",
-            f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s",
-        ),
-        (
-            "measured",
-            f"{measured:.1f} samples/s in steady state"
-            if measured
-            else "too few minibatches to measure",
-        ),
-        ("predicted", predicted),
-        ("weights", deferred),
+        ("device", _device_words(result)),
+        ("minibatches", f"{samples} in {result.seconds:.1f} s"),
+        ("measured", _measured_words(result)),
+        ("predicted", _predicted_words(result)),
+        ("weights", _deferred_words(result)),
         *(("restarted", f"after {reason}") for reason in result.restarts),
         *(("not as planned", str(drift)) for drift in result.drift),
         *(("moved", str(move)) for move in result.moves),
-        ("resumed from", resumed),
+        ("resumed from", _resumed_words(result)),
         ("checkpoint", result.checkpoint),
         ("weights", result.saved_weights),
     ]
+
+
+def _device_words(result: "TrainResult") -> str | None:
+    if result.device is None:
+        return None
+    name = ""
+    if result.device_name is not None:
+        name = f" ({result.device_name})"
+    return f"{result.device}{name}, messages over {result.backend}"
+
+
+def _measured_words(result: "TrainResult") -> str:
+    if not result.samples_per_s:
+        return "too few minibatches to measure"
+    return f"{result.samples_per_s:.1f} samples/s in steady state"
+
+
+def _predicted_words(result: "TrainResult") -> str | None:
+    expected = result.predicted_samples_per_s
+    if expected is None:
+        return None
+    words = f"{expected:.1f} samples/s"
+    if result.samples_per_s:
+        words += f" ({percent_error(expected, result.samples_per_s)})"
+    return words
+
+
+def _deferred_words(result: "TrainResult") -> str | None:
+    """Say how many workers made the weights of their own stage alone."""
+    deferred = sum(report.deferred_weights for report in result.reports)
+    if not deferred:
+        return None
+    return f"made stage by stage: {deferred} of {result.workers} workers made only their own"
+
+
+def _resumed_words(result: "TrainResult") -> str | None:
+    if result.resumed_from is None:
+        return None
+    return f"{result.resumed_from}, minibatch {result.first_minibatch}"
 
 
 def percent_error(predicted: float, measured: float) -> str:
@@ -89,7 +116,10 @@ def percent_error(predicted: float, measured: float) -> str:
     if not measured:
         return "-"
     error = (predicted - measured) / measured
-    return f"{error:+.1%}" if round(error, 3) else "0.0%"  # without a sign, which would say nothing
+    # A sign of nothing would say nothing.
+    if not round(error, 3):
+        return "0.0%"
+    return f"{error:+.1%}"
 
 
 def workers_table(reports: "Sequence[WorkerReport]") -> str:
@@ -116,8 +146,10 @@ def loss_ends(losses: "tuple[Loss, ...]") -> tuple[float, float, int]:
     they are.
     """
     window = max(1, min(LOSS_WINDOW, len(losses) // 2))
-    values = [math.nan if entry.loss is None else entry.loss for entry in losses]
-    return sum(values[:window]) / window, sum(values[-window:]) / window, window
+    values = [_loss_or(entry.loss, math.nan) for entry in losses]
+    first = sum(values[:window]) / window
+    last = sum(values[-window:]) / window
+    return first, last, window
 
 
 def _loss(result: "TrainResult") -> str:
@@ -146,23 +178,36 @@ def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
 
 def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     """Compare pace, bubble and lengths as planned, simulated and measured."""
-    predicted = plan.predicted
-    runs = (comparison.simulated, comparison.measured)
-    paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
-    measured_s = comparison.measured.seconds_per_minibatch
-    errors = [
-        percent_error(each.seconds_per_minibatch, measured_s)
-        for each in (predicted, comparison.simulated)
-    ]
+    simulated = comparison.simulated
+    measured = comparison.measured
     rows = [
-        ["pace", *paces],
-        ["time, relative to measured", *errors, ""],
-        ["bubble", "", *(f"{run.bubble_share:.1%}" for run in runs)],
-        ["whole run", "", *(format_seconds(run.seconds) for run in runs)],
-        ["start-up", "", *(format_seconds(run.start_up_s) for run in runs)],
-        ["drain", "", *(format_seconds(run.drain_s) for run in runs)],
+        _pace_row(plan.predicted, simulated, measured),
+        _error_row(plan.predicted, simulated, measured),
+        ["bubble", "", f"{simulated.bubble_share:.1%}", f"{measured.bubble_share:.1%}"],
+        _seconds_row("whole run", simulated.seconds, measured.seconds),
+        _seconds_row("start-up", simulated.start_up_s, measured.start_up_s),
+        _seconds_row("drain", simulated.drain_s, measured.drain_s),
     ]
     return Table(["", "plan", "simulated", "measured"], rows, "lrrr")
+
+
+def _pace_row(predicted: Prediction, simulated: Summary, measured: Summary) -> list[str]:
+    runs = (predicted, simulated, measured)
+    return ["pace", *(pace(run.samples_per_s, run.seconds_per_minibatch) for run in runs)]
+
+
+def _error_row(predicted: Prediction, simulated: Summary, measured: Summary) -> list[str]:
+    measured_s = measured.seconds_per_minibatch
+    return [
+        "time, relative to measured",
+        percent_error(predicted.seconds_per_minibatch, measured_s),
+        percent_error(simulated.seconds_per_minibatch, measured_s),
+        "",
+    ]
+
+
+def _seconds_row(name: str, simulated_s: float, measured_s: float) -> list[str]:
+    return [name, "", format_seconds(simulated_s), format_seconds(measured_s)]
 
 
 def stage_times_table(comparison: RunComparison) -> Table:
@@ -198,49 +243,74 @@ def run_report(summary: Summary, plan: Plan | None = None) -> str:
 
 
 def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | None]]:
-    run = (
-        f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in "
-        f"{format_seconds(summary.seconds)}"
-    )
-    rate = summary.samples_per_s_of_run
-    whole = summary.bubble_share_of_run
-    predicted = ""
-    kinds = [""]
-    uneven = None
-    if plan is not None and plan.lengths is not None:
-        alike_s = simulated_s(replace(plan, lengths=None))
-        longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
-        uneven = f"{longer} of time per minibatch, because microbatches differ"
-    if plan is not None:
-        planned_s = plan.predicted.seconds_per_minibatch
-        error = percent_error(summary.seconds_per_minibatch, planned_s)
-        predicted = f" (predicted {format_seconds(planned_s)}, {error})"
-        kinds = [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
+    own_pace = pace(summary.samples_per_s, summary.seconds_per_minibatch)
+    start_up = format_seconds(summary.start_up_s)
     return [
         ("model", summary.model),
         ("plan", f"{config_words(summary.config)}, {summary.schedule}"),
-        ("stages on", ", ".join(kinds) if any(kinds) else None),
-        (summary.source, pace(summary.samples_per_s, summary.seconds_per_minibatch) + predicted),
-        ("whole run", run if rate is None else f"{format_rate(rate)} samples/s, {run}"),
-        (
-            "start-up",
-            f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended",
-        ),
+        ("stages on", _kinds_words(plan)),
+        (summary.source, f"{own_pace}{_prediction_words(summary, plan)}"),
+        ("whole run", _whole_run_words(summary)),
+        ("start-up", f"{start_up} until the first backward of stage 0 has ended"),
         ("drain", f"{format_seconds(summary.drain_s)} from the last forward of stage 0"),
         (
             "bubble",
-            f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain",
+            f"{summary.bubble_share:.1%} of the workers' time, "
+            f"{summary.bubble_share_of_run:.1%} with start-up and drain",
         ),
         ("waiting for", bubble_causes(summary)),
-        ("lengths", uneven),
+        ("lengths", _uneven_words(plan)),
         ("busiest", f"{summary.busiest}, {summary.busiest_share:.1%}"),
     ]
 
 
+def _kinds_words(plan: Plan | None) -> str | None:
+    """List the kinds of GPUs of each stage; None where there is one kind."""
+    if plan is None:
+        return None
+    kinds = [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
+    if not any(kinds):
+        return None
+    return ", ".join(kinds)
+
+
+def _prediction_words(summary: Summary, plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    planned_s = plan.predicted.seconds_per_minibatch
+    error = percent_error(summary.seconds_per_minibatch, planned_s)
+    return f" (predicted {format_seconds(planned_s)}, {error})"
+
+
+def _whole_run_words(summary: Summary) -> str:
+    ending = ""
+    if summary.minibatches > 1:
+        ending = "es"
+    run = f"{summary.minibatches} minibatch{ending} in {format_seconds(summary.seconds)}"
+
+    rate = summary.samples_per_s_of_run
+    if rate is None:
+        return run
+    return f"{format_rate(rate)} samples/s, {run}"
+
+
+def _uneven_words(plan: Plan | None) -> str | None:
+    """Say how much longer a minibatch takes than one whose microbatches are alike."""
+    if plan is None or plan.lengths is None:
+        return None
+    alike_s = simulated_s(replace(plan, lengths=None))
+    longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
+    return f"{longer} of time per minibatch, because microbatches differ"
+
+
 def bubble_causes(summary: Summary) -> str | None:
     """Say what workers wait for; None where they do not."""
-    shares = summary.bubble_causes.items()
-    return ", ".join(f"{cause} {share:.1%}" for cause, share in shares if share >= 0.0005) or None
+    words = [
+        f"{cause} {share:.1%}"
+        for cause, share in summary.bubble_causes.items()
+        if share >= _LEAST_SHARE
+    ]
+    return ", ".join(words) or None
 
 
 def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = ()) -> Table:
@@ -248,31 +318,44 @@ def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = (
     measured.
     """
     if len(workers) > MOST_ROWS:
-        workers = list({worker.stages: worker for worker in reversed(workers)}.values())[::-1]
+        workers = _first_of_stages(workers)
     peaks = {worker.rank: worker.peak_bytes for worker in measured}
-    rows = [
-        {
-            "worker": f"{worker.rank}",
-            "stage": ", ".join(map(str, worker.stages)),
-            "computes": f"{worker.compute_share:.1%}",
-            "sends": f"{worker.send_share:.1%}",
-            "receives": f"{worker.receive_share:.1%}",
-            "peak memory": format_bytes(worker.peak_bytes or 0),
-            "limit": None if worker.limit_bytes is None else format_bytes(worker.limit_bytes),
-            "measured peak": format_bytes(peak) if (peak := peaks.get(worker.rank)) else None,
-        }
-        for worker in workers
-    ]
+    rows = [_worker_cells(worker, peaks.get(worker.rank)) for worker in workers]
     return table_of(list(_merged(rows)), "llrrrrrr")
+
+
+def _first_of_stages(workers: Sequence[WorkerUse]) -> list[WorkerUse]:
+    """Return the first worker of those that have the same stages."""
+    first: dict[tuple[int, ...], WorkerUse] = {}
+    for worker in workers:
+        first.setdefault(worker.stages, worker)
+    return list(first.values())
+
+
+def _worker_cells(worker: WorkerUse, measured_bytes: int | None) -> dict[str, str | None]:
+    return {
+        "worker": f"{worker.rank}",
+        "stage": ", ".join(map(str, worker.stages)),
+        "computes": f"{worker.compute_share:.1%}",
+        "sends": f"{worker.send_share:.1%}",
+        "receives": f"{worker.receive_share:.1%}",
+        "peak memory": format_bytes(worker.peak_bytes or 0),
+        "limit": optional_text(worker.limit_bytes, format_bytes),
+        "measured peak": optional_text(measured_bytes or None, format_bytes),
+    }
 
 
 def _merged(rows: Sequence[dict[str, str | None]]) -> Iterator[dict[str, str | None]]:
     """Yield rows, of neighbours that are equal but for the worker one: "0-3"."""
-    for _, alike in groupby(
-        rows, key=lambda row: [value for name, value in row.items() if name != "worker"]
-    ):
+
+    def use(row: dict[str, str | None]) -> list[str | None]:
+        return [value for name, value in row.items() if name != "worker"]
+
+    for _, alike in groupby(rows, key=use):
         first, *others = alike
-        workers = f"{first['worker']}-{others[-1]['worker']}" if others else first["worker"]
+        workers = first["worker"]
+        if others:
+            workers = f"{workers}-{others[-1]['worker']}"
         yield first | {"worker": workers}
 
 

@@ -1,11 +1,13 @@
 """Tables as data, which the terminal and the HTML report both draw."""
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tabulate import tabulate
 
+T = TypeVar("T")
 UNLIMITED = 10_000  # characters: where there is no terminal
 GAP = 2  # characters between columns, and beside headers
 LEGIBLE = 24  # characters that a shortened cell keeps
@@ -47,19 +49,41 @@ class Table:
             row[widest] = _shortened(row[widest], most)
 
 
+def optional_text(value: T | None, write: Callable[[T], str]) -> str | None:
+    """Write a value; None, which lines and columns are left out for, where there is none."""
+    if value is None:
+        return None
+    return write(value)
+
+
 def table_of(records: Sequence[Mapping[str, object]], align: str = "") -> Table:
     """Return a table with a row per record and a column per key, without columns that are None in
     all records.
+
+    Args:
+        records: of the same keys in the same order.
+        align: "l" or "r" for each key; all left without.
     """
-    names = list(records[0]) if records else []
-    shown = [
-        at for at, name in enumerate(names) if any(record[name] is not None for record in records)
-    ]
-    headers = [names[at] for at in shown]
-    rows = [
-        ["" if record[name] is None else record[name] for name in headers] for record in records
-    ]
-    return Table(headers, rows, "".join(align[at] for at in shown) if align else "")
+    if not records:
+        return Table([], [])
+
+    names = list(records[0])
+    sides = align or "l" * len(names)
+    headers = []
+    shown = ""
+    for name, side in zip(names, sides, strict=True):
+        if any(record[name] is not None for record in records):
+            headers.append(name)
+            shown += side
+
+    rows = [[_blank_if_none(record[name]) for name in headers] for record in records]
+    return Table(headers, rows, shown)
+
+
+def _blank_if_none(value: object) -> object:
+    if value is None:
+        return ""
+    return value
 
 
 def _shortened(text: str, most: int) -> str:

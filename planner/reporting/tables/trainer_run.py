@@ -15,24 +15,27 @@ def trainer_run_report(run: TrainerRun) -> str:
     out.
     """
     given = run.given
+    line = None
+    keys = None
+    if run.arguments is not None:
+        if "\n" in run.arguments:
+            keys = f"these keys for {run.trainer}, others as they are:\n\n{run.arguments}"
+        else:
+            line = run.arguments
+
     rows: list[tuple[str, str | None]] = [
         ("as given", f"{_ways(given)}, {_speed(given)}"),
         ("limited by", _limited_by(given)),
         ("memory", missing_memory(given)),
         ("better", _better(run)),
-        ("options", run.arguments if _in_one_line(run) else None),
+        ("options", line),
         ("in the script", ", ".join(run.in_script) or None),
         ("not priced", _unknown(run)),
         ("note", "; ".join(run.remarks) or None),
     ]
-    parts = [named_values(rows)]
-    if run.arguments is not None and not _in_one_line(run):
-        parts.append(f"these keys for {run.trainer}, others as they are:\n\n{run.arguments}")
-    return "\n\n".join(parts)
-
-
-def _in_one_line(run: TrainerRun) -> bool:
-    return run.arguments is not None and "\n" not in run.arguments
+    if keys is None:
+        return named_values(rows)
+    return f"{named_values(rows)}\n\n{keys}"
 
 
 def _ways(plan: Plan) -> str:
@@ -48,8 +51,9 @@ def _ways(plan: Plan) -> str:
 
 def _speed(plan: Plan) -> str:
     used = plan.predicted.flop_utilisation
-    share = "" if used is None else f", {used:.0%} of the GPUs' peak"
-    return words.speed(plan) + share
+    if used is None:
+        return words.speed(plan)
+    return f"{words.speed(plan)}, {used:.0%} of the GPUs' peak"
 
 
 def _limited_by(plan: Plan) -> str:
@@ -61,17 +65,27 @@ def _limited_by(plan: Plan) -> str:
 
 def _better(run: TrainerRun) -> str:
     """Write "1.18x, at most 1.25x is possible: DP=8 TP=4, 5,000 tokens/s"."""
-    most = run.most_speedup
-    possible = "" if most is None else f"at most {format_times(most)} is possible"
-    if run.better is None:
-        return f"none was found; {possible}" if possible else "none was found"
+    possible = ""
+    if run.most_speedup is not None:
+        possible = f"at most {format_times(run.most_speedup)} is possible"
 
-    speedup = format_times(run.speedup or 1.0)
-    if missing_memory(run.given):
-        speedup = "fits"
-        possible = ""
-    gain = f"{speedup}, {possible}" if possible else speedup
+    if run.better is None:
+        if not possible:
+            return "none was found"
+        return f"none was found; {possible}"
+
+    gain = _gain(run, possible)
     return f"{gain}: {_ways(run.better)}, {_speed(run.better)}"
+
+
+def _gain(run: TrainerRun, possible: str) -> str:
+    """Say what the better plan gains: that it fits, where the given one does not."""
+    if missing_memory(run.given):
+        return "fits"
+    speedup = format_times(run.speedup or 1.0)
+    if not possible:
+        return speedup
+    return f"{speedup}, {possible}"
 
 
 def _unknown(run: TrainerRun) -> str | None:

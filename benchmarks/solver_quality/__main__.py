@@ -1,7 +1,7 @@
 """Price published tuned plans, and let the planner answer the same questions. See README.md in this
 folder.
 
-python -m benchmarks.solver_quality.tuned_plans
+python -m benchmarks.solver_quality
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The pipeline example of DeepSpeed's tutorial."""

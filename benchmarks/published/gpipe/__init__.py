@@ -1,1 +1,0 @@
-"""GPipe's throughput and largest-model tables."""

@@ -1,1 +1,0 @@
-"""The two models of the GPipe paper."""

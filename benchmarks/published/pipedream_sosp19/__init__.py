@@ -1,1 +1,0 @@
-"""PipeDream's results at SOSP 2019, solved and run."""

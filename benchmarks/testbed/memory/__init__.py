@@ -1,1 +1,0 @@
-"""Predicted and measured memory of a stage."""

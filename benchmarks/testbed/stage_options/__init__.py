@@ -1,1 +1,0 @@
-"""Time and memory of sharded and of recomputing stages, predicted and measured."""
