@@ -19,7 +19,9 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.formats.plan import Plan
@@ -84,6 +86,8 @@ class Window(NamedTuple):
     end: int
     events: Sequence[Event]  # of those that were recorded
     samples_per_s: float  # of the whole window
+    # by rank, what workers that the plan leaves out measured: their seconds relative to the plan's
+    left_out: Mapping[int, float] = MappingProxyType({})
 
 
 class Parting(NamedTuple):
@@ -194,7 +198,7 @@ class DriftJudge:
         middle = (window.first + window.end) // 2
         late = {seen.key: seen for seen in self._later(window, middle)}
         certain = False
-        for seen in self._ratios(window.events):
+        for seen in chain(self._ratios(window.events), self._left_out(window)):
             subject = self._subjects[seen.key]
             half = late.get(seen.key, seen)
             if self._side(subject, seen) != 0:
@@ -226,6 +230,11 @@ class DriftJudge:
             counts = planned_s >= self.limits.planned_share * self.expected.minibatch_s
             if counts and route.messages >= self.limits.fewest:
                 yield _Seen(pair, 1 / route.ratio, 1 / route.ratio, planned_s)
+
+    def _left_out(self, window: Window) -> Iterator[_Seen]:
+        """Yield what workers without stages measured: a plan may fill all of their time."""
+        for rank, ratio in sorted(window.left_out.items()):
+            yield _Seen(rank, ratio, ratio, self.expected.minibatch_s)
 
     def _worker_ratios(self, events: Sequence[Event]) -> Iterator[tuple[int, float, float]]:
         found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)

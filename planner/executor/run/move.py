@@ -113,7 +113,7 @@ def arrive(
     return part
 
 
-def _first_stage(plan: Plan) -> int:
-    """Return the first stage that this worker has under a plan."""
+def _first_stage(plan: Plan) -> int | None:
+    """Return the first stage that this worker has under a plan; None where that leaves it out."""
     rank = dist.get_rank()
-    return next(number for number, stage in enumerate(plan.stages) if rank in stage.ranks)
+    return next((number for number, stage in enumerate(plan.stages) if rank in stage.ranks), None)
