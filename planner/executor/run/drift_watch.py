@@ -37,7 +37,14 @@ from planner.formats.held_folder import held_folder
 from planner.formats.plan import save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
 from planner.plan.left_out import left_out
-from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
+from planner.simulator.drift import (
+    LOOKS,
+    DriftJudge,
+    DriftLimits,
+    Expectation,
+    Parting,
+    Window,
+)
 from planner.workers.meeting import nth_time, worker_store
 from planner.workers.secret_store import Part, record_in
 from planner.workers.watch import own_keys
@@ -49,13 +56,13 @@ ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
 LONGER = "longer.json"  # a question's, too; see `Corrected.longer`
 LEFT_OUT = "left-out.json"  # a question's, too: ratios by rank; see `LeftOut`
 _SOLVER = "planner.api.corrected"  # the module that answers
-_KEPT = 4  # windows of a worker in the store: the next one takes the place of the oldest
+_KEPT = 8  # halves of a worker in the store: the next one takes the place of the oldest
 _LOOKS_EVERY_S = 0.5
 _CONNECT = timedelta(seconds=60)
 _JOIN_S = 5.0
 _FOUND = "found"
 _LIMITS = DriftLimits()
-_WINDOWS = 2  # of which the newest are solved for
+_NEWEST = 2 * LOOKS  # halves of windows that are solved for
 _log = logging.getLogger(__name__)
 
 
@@ -116,7 +123,7 @@ class DriftWatch:
         self._minibatch_size = context.minibatch_size
         self._listener = listener
         self.found: list[Drift] = []  # on worker 0
-        self._lines = DriftLines()
+        self._lines = DriftLines(LOOKS)
 
         store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
@@ -126,13 +133,13 @@ class DriftWatch:
             context.place.compute,
             math.lcm(*context.shape.replicas),
             self._hand_over,
-            self._options.window,
+            max(1, self._options.window // LOOKS),
         )
         self._judge: DriftJudge | None = None
         if self._rank == 0:
             self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
-        self._judged: deque[Window] = deque(maxlen=_WINDOWS)
+        self._judged: deque[Window] = deque(maxlen=_NEWEST)
         self._hosts: dict[int, str] = {}
         self._left_out: dict[int, LeftOut] = {}  # by rank, what it told last
         self._queue: queue.SimpleQueue[WindowNotes | LeftOut | None] = queue.SimpleQueue()
@@ -143,7 +150,7 @@ class DriftWatch:
 
     def _made_judge(self) -> DriftJudge | None:
         try:
-            return DriftJudge(Expectation.of(self._plan), _LIMITS)
+            return DriftJudge(Expectation.of(self._plan), _LIMITS, 1 / LOOKS)
         except InputError as error:
             _log.warning("the run is not compared with its plan: %s", error.message)
             return None

@@ -31,15 +31,17 @@ from planner.formats.drift import Corrected, Drift, Move, plan_words
 from planner.formats.plan import Plan
 from planner.plan.left_out import why_nobody
 from planner.plan.rank_groups import sample_parts
+from planner.simulator.drift import LOOKS
 from planner.units import format_seconds
 from planner.workers.job import Job
 from planner.workers.meeting import nth_time
 from planner.workers.secret_store import Part, record_in
 
 _REST = 10  # times the cost of a move, until the next one
-_POINTS = 5  # of a window, at which a plan may end
-# Windows after which a plan is still to be better: what was only noise is told of by then.
-_CONFIRMED = 2
+_POINTS = 10  # of a window, at which a plan may end
+# Halves of windows after which a plan is still to be better: what was only noise is told of by
+# then.
+_CONFIRMED = 2 * LOOKS
 _LOOKS_EVERY_S = 0.05  # for what others settle
 _GOES_ON = "go"
 _ENDS = "move"
@@ -69,7 +71,7 @@ class Replanner:
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0
         self._better: _Better | None = None
-        self._unconfirmed = 0  # windows that are to pass before the decision
+        self._unconfirmed = 0  # halves of windows that are to pass before the decision
         self._decided = False
         self._store = store
         # By layer, how many times as long as profiled it took when the plan was solved: on
@@ -116,7 +118,7 @@ class Replanner:
             self._unconfirmed += _CONFIRMED * (2 ** max(0, self._times_left_out - 1) - 1)
 
     def look(self, end: int) -> None:
-        """Decide, after a window that ended with minibatch `end`, whether to move."""
+        """Decide, after half a window that ended with minibatch `end`, whether to move."""
         if self._better is None or self._decided:
             return
         if self._unconfirmed > 0:

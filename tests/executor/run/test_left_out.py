@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import planner
 from planner.executor.communication.control import join_group
 from planner.executor.run import drift_watch
 from planner.executor.run.build_context import pipeline_context
@@ -32,7 +31,7 @@ from tests.executor.sleeping import sleeping_profile, write_sleeping
 
 
 def run_moving(arguments: Sequence[str]) -> None:
-    """Train a job that moves, after its first window, to the plans in files, one after the other."""
+    """Train a job that moves, after its first window, to the plans in files, one by one."""
     job_path, *paths = arguments
     plans = [load_plan(path) for path in paths]
 
