@@ -5,7 +5,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-from planner.executor.checkpoint.checkpointer import Checkpointer
+from planner.executor.checkpoint.checkpointer import Checkpointer, Keeper
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook
@@ -33,6 +33,11 @@ class Kept(NamedTuple):
     checkpointer: Checkpointer | None
     copies: Copies | None
     first: int
+
+    @property
+    def keepers(self) -> list[Keeper]:
+        """What there is of both."""
+        return [each for each in (self.checkpointer, self.copies) if each is not None]
 
 
 class PlanPart:
