@@ -143,8 +143,14 @@ def without(plan: Plan, ranks: Sequence[int], workers: int, speed: float = 0.25)
     return replace(plan, stages=stages, cluster=cluster)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "1f1b"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [
+        ("1f1b-flush", 0),
+        pytest.param("1f1b-flush", 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_left_out_and_taken_in_again(
     tmp_path: Path, profile: Profile, schedule: str, rank: int
 ) -> None:
@@ -170,6 +176,7 @@ def test_two_of_four_are_left_out(tmp_path: Path, profile: Profile) -> None:
     assert [report.stage for report in result.reports] == [0, 1, None, 2]
 
 
+@pytest.mark.slow
 def test_the_run_ends_while_one_is_left_out(tmp_path: Path, profile: Profile) -> None:
     both = cut(profile, (2, 2), "1f1b-flush", 2)
     fewer = without(make_plan(profile, (1,), "1f1b-flush", 2), [0], 2)
@@ -200,6 +207,7 @@ def test_evaluations_and_checkpoints_go_on(tmp_path: Path, profile: Profile) -> 
     assert steps == [f"step-{number:08}" for number in (25, 50, 75, 85)]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_what_was_written_while_one_was_left_out(
     tmp_path: Path, profile: Profile
 ) -> None:
@@ -221,6 +229,7 @@ def test_a_run_resumes_from_what_was_written_while_one_was_left_out(
     assert (*first.losses, *second.losses) == expected.losses
 
 
+@pytest.mark.slow
 def test_a_plan_may_end_where_a_checkpoint_is_written(tmp_path: Path, profile: Profile) -> None:
     """Points at which a plan may end are two minibatches apart, and so are checkpoints."""
     both = cut(profile, (2, 2), "1f1b-flush", 2)
