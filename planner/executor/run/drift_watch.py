@@ -95,7 +95,7 @@ class LeftOut(Record):
 
     number: int  # of the window
     host: str
-    ratio: float  # seconds of its computations, relative to the plan's
+    ratio: float | None  # seconds of its computations, relative to the plan's, if it measured them
 
 
 class DriftListener(Protocol):
@@ -141,7 +141,9 @@ class DriftWatch:
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
         self._judged: deque[Window] = deque(maxlen=_NEWEST)
         self._hosts: dict[int, str] = {}
-        self._left_out: dict[int, LeftOut] = {}  # by rank, what it told last
+        # by rank, of workers that are left out: the newest ratio, and the number of its window
+        self._left_out: dict[int, float] = {}
+        self._told_last: dict[int, int] = {}
         self._queue: queue.SimpleQueue[WindowNotes | LeftOut | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._solving: subprocess.Popen[bytes] | None = None
@@ -179,9 +181,9 @@ class DriftWatch:
     def _hand_over(self, notes: WindowNotes) -> None:
         self._queue.put(notes)
 
-    def tell_left_out(self, number: int, ratio: float) -> None:
+    def tell_left_out(self, number: int, ratio: float | None) -> None:
         """Take note of what this worker, which the plan leaves out, measured towards the end of a
-        window.
+        window; None where it had no time to measure.
         """
         self._queue.put(LeftOut(number=number, host=socket.gethostname(), ratio=ratio))
 
@@ -275,10 +277,11 @@ class DriftWatch:
             if not self._store.check([key]):
                 continue
             told = record_in(self._store.get(key), key, LeftOut)
-            if told != self._left_out.get(rank):
-                news[rank] = told.ratio
-            self._left_out[rank] = told
             self._hosts[rank] = told.host
+            if told.ratio is not None and told.number != self._told_last.get(rank):
+                news[rank] = told.ratio
+                self._left_out[rank] = told.ratio
+            self._told_last[rank] = told.number
         return news
 
     def _tell_all(self, drift: Drift) -> None:
@@ -335,8 +338,7 @@ class DriftWatch:
             save_timeline(self._timeline(since), folder / "run.json")
             longer = {} if self._listener is None else dict(self._listener.longer)
             (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
-            idle = {rank: told.ratio for rank, told in self._left_out.items()}
-            (folder / LEFT_OUT).write_text(json.dumps(idle), encoding="utf-8")
+            (folder / LEFT_OUT).write_text(json.dumps(self._left_out), encoding="utf-8")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
             self._solving = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

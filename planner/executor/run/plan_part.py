@@ -194,16 +194,19 @@ class PlanPart:
         return False
 
     def _measure_at(self, minibatch: int) -> None:
-        """Measure this worker's device once in a window, at the last point where its plan may
-        end.
+        """Measure this worker's device once in half a window, at the last point where its plan may
+        end; not where the others are past the next one, which may be the end.
         """
         assert self._idle is not None
         assert self._replanner is not None
         if self._watch is None:
             return
+        after = minibatch + self._replanner.every
         number = self._watch.window_at(minibatch)
-        if number != self._watch.window_at(minibatch + self._replanner.every):
-            self._watch.tell_left_out(number, self._idle.ratio())
+        if number == self._watch.window_at(after):
+            return
+        is_late = self._replanner.is_settled(after)
+        self._watch.tell_left_out(number, None if is_late else self._idle.ratio())
 
     def _evaluate_along(self, start: int, end: int, every: int) -> None:
         context = self.context

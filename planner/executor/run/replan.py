@@ -185,6 +185,10 @@ class Replanner:
         """
         self._await(self._key(f"done/{end}"))
 
+    def is_settled(self, minibatch: int) -> bool:
+        """Return whether others have settled if the plan ends before a minibatch."""
+        return self._store.check([self._key(minibatch)])
+
     def await_ending(self, minibatch: int) -> bool:
         """Wait, on a worker that is left out, until others have settled whether the plan ends
         before a minibatch, and return it.
