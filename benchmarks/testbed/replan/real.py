@@ -33,6 +33,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.files import replace, write_text
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, save_profile
+from planner.plan.blocks import blocks_of
 from planner.solver.clock import NO_LIMIT
 from planner.units import parse_bandwidth
 
@@ -215,8 +216,8 @@ def best_straight(case: Disturbance, profile: Profile) -> Plan:
     cluster = flat_cluster(case.workers, parse_bandwidth(case.bandwidth))
     if case.workers == 2:
         return straight_plan(profile, cluster, "1f1b-flush", case.microbatches)
-    layers = len(profile.layers)
-    ends = [layers * stage // case.workers for stage in range(case.workers + 1)]
+    blocks = case.layers if case.emulated else len(blocks_of(profile))
+    ends = [blocks * stage // case.workers for stage in range(case.workers + 1)]
     counts = [end - first for first, end in pairwise(ends)]
     equal = planner.price(
         profile, cluster, counts, schedule="1f1b-flush", microbatches=case.microbatches
