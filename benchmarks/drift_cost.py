@@ -22,9 +22,10 @@ from planner.runtime import HostEvent
 from planner.schedule.instructions import Instruction
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.schedule import Channel, PipelineShape, stream
-from planner.simulator.drift import DriftJudge, Expectation, Window
+from planner.simulator.drift import LOOKS, DriftJudge, Expectation, Window
 
 _MINIBATCHES = 40 * WINDOW
+HALF = WINDOW // LOOKS
 
 
 def instructions(microbatches: int) -> list[Instruction]:
@@ -59,7 +60,7 @@ def per_minibatch_s(
     began_s = time.thread_time()
     for window in windows:
         action(window)
-    return (time.thread_time() - began_s) / (len(windows) * WINDOW)
+    return (time.thread_time() - began_s) / sum(each.end - each.first for each in windows)
 
 
 def told(window: WindowNotes) -> str:
@@ -73,8 +74,8 @@ def judged(judge: DriftJudge, texts: Sequence[str]) -> float:
     events: list[Event] = []
     for text in texts:
         events += Told.model_validate_json(text).events
-    judge.look(Window(0, WINDOW, events, 1.0))
-    return (time.thread_time() - began_s) / WINDOW
+    judge.look(Window(0, HALF, events, 1.0))
+    return (time.thread_time() - began_s) / HALF
 
 
 def main() -> None:
@@ -89,7 +90,8 @@ def main() -> None:
         windows: list[WindowNotes] = []
         alone_s = min(run(given, None) for _ in range(3))
         watched_s = min(
-            run(given, WindowSampler(1, torch.device("cpu"), 1, windows.append)) for _ in range(3)
+            run(given, WindowSampler(1, torch.device("cpu"), 1, windows.append, HALF))
+            for _ in range(3)
         )
         thread_s = per_minibatch_s(told, windows)
         judging_s = judged(DriftJudge(unknown), [told(windows[0])] * arguments.workers)

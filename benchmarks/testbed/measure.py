@@ -85,6 +85,7 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     # less.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:
+        assert report.stage is not None  # no run here leaves out a worker
         # ranks that tell the same
         alike = 1 if job.plan.by_samples else job.plan.stages[report.stage].tensor
         by_stage[report.stage] += report.samples_per_s / alike

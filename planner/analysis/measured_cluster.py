@@ -11,6 +11,7 @@ middle one.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from planner.analysis.compare_runs import check_same_run
 from planner.analysis.given_plan import GivenPlan, priced_plan
@@ -58,9 +59,19 @@ class MeasuredCluster(Record):
 
 
 def measured_cluster(
-    plan: Plan, run: Timeline, tuning: MeasuredTuning = STANDARD.measured
+    plan: Plan,
+    run: Timeline,
+    tuning: MeasuredTuning = STANDARD.measured,
+    left_out: Mapping[int, float] = MappingProxyType({}),
 ) -> MeasuredCluster:
-    """Return the plan's cluster as a run found it: `planner.measured_cluster` says how."""
+    """Return the plan's cluster as a run found it: `planner.measured_cluster` says how.
+
+    Args:
+        plan: that was run.
+        run: what it measured.
+        tuning: what counts as another device or link.
+        left_out: seconds of the workers that the plan leaves out, by rank, relative to its own.
+    """
     planned = simulate_recorded(plan, run)
     check_same_run(planned, run)
 
@@ -68,6 +79,7 @@ def measured_cluster(
     links = _rates(plan.cluster, planned, run, tuning.fewest)
     levels = _corrected_levels(plan.cluster, links, tuning.same_rate)
     speeds = {worker.rank: worker.speed for worker in workers}
+    speeds |= {rank: 1 / ratio for rank, ratio in left_out.items()}
     kinds = _corrected_kinds(plan.cluster, speeds, tuning.same_speed)
     cluster = replace(plan.cluster, levels=levels, kinds=kinds)
     return MeasuredCluster(cluster=cluster, workers=workers, links=links)
@@ -131,7 +143,7 @@ def _corrected_kinds(
         else:
             usual = DeviceKind(count=1)
 
-        speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
+        speed = speeds.get(rank, 1.0)  # a device that nobody measured is as it was
         if abs(speed - 1) <= same:
             speed = 1.0
         kind = replace(usual, count=1, speed=usual.speed * speed)

@@ -2,8 +2,8 @@
 
     python -m planner.api.corrected FOLDER PROFILE
 
-reads plan.json, run.json and longer.json in the folder, and writes answer.json. Training comes
-first: the process has the lowest priority.
+reads plan.json, run.json, longer.json and left-out.json in the folder, and writes answer.json.
+Training comes first: the process has the lowest priority.
 """
 
 import json
@@ -22,6 +22,7 @@ from planner.formats.files import replace, save_record
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline, load_timeline
+from planner.plan.left_out import why_nobody
 from planner.solver.clock import Clock
 from planner.solver.request import Request, options_asked
 from planner.solver.solve import solve
@@ -29,6 +30,7 @@ from planner.solver.tuning.record import STANDARD, Tuning
 from planner.terminal import printable
 
 LONGER = "longer.json"  # by layer, how many times as long as profiled it takes
+LEFT_OUT = "left-out.json"  # by rank of a worker without stages, its seconds relative to the plan's
 _NICER = 19
 
 
@@ -38,6 +40,7 @@ def corrected(
     run: Timeline,
     tuning: Tuning = STANDARD,
     longer: Mapping[str, float] | None = None,
+    left_out: Mapping[int, float] | None = None,
 ) -> Corrected:
     """Return what a plan gives on the cluster that a run of it measured, and a faster plan for the
     same minibatches.
@@ -50,12 +53,13 @@ def corrected(
         run: what it measured.
         tuning: what counts as another device, link or plan.
         longer: by layer, how many times as long as profiled it took when the plan was solved.
+        left_out: by rank, what workers without stages measured: seconds relative to the plan's.
 
     Raises:
         PlanError: for another profile than the plan's.
         InputError: for a run that recorded too little.
     """
-    found = measured_cluster(plan, run, tuning.measured)
+    found = measured_cluster(plan, run, tuning.measured, left_out or {})
     cluster = found.cluster
     longer = dict(longer or {})
     if all_slower(found, tuning.measured):
@@ -76,10 +80,10 @@ def corrected(
     better = solve(Request.of(work, searched, options, tuning))
     if searched != cluster:
         better = on_cluster(work, better, cluster)
-    # A run does not move to a plan that leaves workers idle, and noise makes many kinds.
-    if better.workers < plan.workers or searched != cluster:
+    # Noise makes many kinds, and who leaves out a worker loses what it may be worth tomorrow.
+    if better.workers < cluster.gpus or searched != cluster:
         clock = Clock.of(tuning.measured.solving_s)
-        better = _preferred(better, recut(work, plan, cluster, clock), expected_s, tuning)
+        better = _preferred(better, recut(work, plan, cluster, clock), tuning)
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
@@ -89,26 +93,29 @@ def corrected(
     return Corrected(expected_s=expected_s, better=better, longer=longer)
 
 
-def _preferred(better: Plan, busy: Plan, expected_s: float, tuning: Tuning) -> Plan:
-    """Return the plan to move to: of those that have work for all workers the faster one, if it is
-    faster than what is run.
+def _preferred(better: Plan, busy: Plan, tuning: Tuning) -> Plan:
+    """Return the plan to move to: one on fewer workers where it can be trained, and is faster than
+    all that predictions err by than `busy`, other cuts of what is run; or else the faster one.
     """
-    busy_s = busy.predicted.seconds_per_minibatch
-    if better.workers == busy.workers and better.predicted.seconds_per_minibatch <= busy_s:
-        return better
-    pays = expected_s / busy_s >= 1 + tuning.measured.same_pace
-    return busy if pays or better.workers == busy.workers else better
+    gain = busy.predicted.seconds_per_minibatch / better.predicted.seconds_per_minibatch
+    if better.workers >= busy.workers:
+        return better if gain >= 1 else busy
+    if why_nobody(better):
+        return busy
+    return better if gain >= 1 + tuning.measured.same_pace else busy
 
 
 def main(folder: Path, profile: Path) -> int:
     """Answer the question in a folder; return the exit code."""
     os.nice(_NICER)
+    left_out = json.loads((folder / LEFT_OUT).read_text("utf-8"))
     try:
         answer = corrected(
             load_profile(profile),
             load_plan(folder / "plan.json"),
             load_timeline(folder / "run.json"),
             longer=json.loads((folder / LONGER).read_text("utf-8")),
+            left_out={int(rank): ratio for rank, ratio in left_out.items()},
         )
     except PlannerError as error:
         sys.stderr.write(f"{printable(error.message)}\n")

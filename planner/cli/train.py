@@ -140,7 +140,6 @@ def train(args: argparse.Namespace) -> int:
     left = ""
     if elastic:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
-        refuse(args, "elastic", "replan", why=", which changes the plan when hosts are lost")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
     continued = None

@@ -1,6 +1,6 @@
 """What a run found of its devices and links that its plan expects otherwise."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ class WorkerDrift(Record):
     """A worker whose computations take another time than the plan expects."""
 
     rank: int
-    stage: int  # the first that it runs
+    stage: int | None  # the first that it runs; None: the plan leaves it out
     host: str
     ratio: float  # seconds of its computations, relative to the plan's
 
@@ -82,16 +82,23 @@ class Move(Record):
     after: str
     seconds: float  # without training
     drained: bool = False  # minibatches were in flight, as under asynchronous schedules
+    left_out: tuple[int, ...] = ()  # workers that have no stage any more
+    taken_in: tuple[int, ...] = ()  # workers that had none before
 
     def __str__(self) -> str:
         """Say it in one line."""
         drained = ""
         if self.drained:
             drained = "drained its pipeline, "
-        return (
+        sentence = (
             f"after minibatch {self.minibatch:,} the run {drained}moved from {self.before} to "
             f"{self.after}, and stood still for {self.seconds:.2f} s"
         )
+        if self.left_out:
+            sentence += f"; it leaves out {_workers_words(self.left_out)}"
+        if self.taken_in:
+            sentence += f"; it takes in {_workers_words(self.taken_in)} again"
+        return sentence
 
 
 def plan_words(plan: Plan) -> str:
@@ -102,7 +109,17 @@ def plan_words(plan: Plan) -> str:
     return f"{plan.config} ({counts} layers)"
 
 
+def _workers_words(ranks: Sequence[int]) -> str:
+    """Return "worker 1", or "workers 1, 2"."""
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _worker_words(worker: WorkerDrift) -> str:
+    if worker.stage is None:
+        return (
+            f"worker {worker.rank} on host {worker.host}, which is left out, takes "
+            f"{worker.ratio:.2f} times as long as when it was"
+        )
     return (
         f"worker {worker.rank} (stage {worker.stage}) on host {worker.host} takes "
         f"{worker.ratio:.2f} times as long as profiled"

@@ -178,8 +178,13 @@ class Plan(DividedSequences, Shown, GrownRecord):
         return plans[gpus]
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that have a stage."""
+        return frozenset(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
     def workers(self) -> int:
-        return len({rank for stage in self.stages for rank in stage.ranks})
+        return len(self.ranks)
 
     @property
     def chunks(self) -> int:

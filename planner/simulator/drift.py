@@ -6,20 +6,23 @@
 Single windows are noisy: another process ran, a disk was slow. So only what lasts for several
 windows in a row counts, and only what costs a share of a minibatch's time.
 
-How many windows it takes depends on the noise of the worker or route in the windows before:
+A run is looked at in the middle and at the end of a window. How many windows it takes depends on
+the noise of the worker or route in the halves before:
 
-    noise  = root mean square of ln(ratio) - median of ln(ratio), of the windows before
-    clear  : |ln(ratio) - median of ln(ratio) before| >= 4 noise, in each window of the row
+    noise  = root mean square of ln(ratio) - median of ln(ratio), of the halves before
+    clear  : |ln(ratio) - median of ln(ratio) before| >= 4 noise, in each half of the row
 
-What is clear is certain after a window and the half before it, and nothing else can be waited for.
-All the rest takes two windows, and is certain enough for a move after two more.
+What is clear is certain after a window and a quarter, and nothing else can be waited for. All the
+rest takes two windows, and is certain enough for a move after two more.
 """
 
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.formats.plan import Plan
@@ -35,7 +38,8 @@ from planner.simulator.measured_ratios import (
 from planner.simulator.simulate_plan import default_minibatches, simulate
 
 _MOST_UNITS = 4000  # of work that are simulated before a run: a fraction of a second
-_REMEMBERED = 20  # windows, whose noise counts
+LOOKS = 2  # at a run in each window, at halves of it
+_REMEMBERED = 20 * LOOKS  # halves, whose noise counts
 _MOST_S = 5.0  # for plans of which two minibatches are more
 _Computation = tuple[int, int, str]  # rank, stage, kind
 _Route = tuple[str, int, int, tuple[int, int]]  # kind, sender, receiver, stages
@@ -64,8 +68,8 @@ class DriftLimits:
     # Windows in a row for which it must last.
     windows: float = 2.0
 
-    # Windows in a row where it is clear beside the noise: the later half of one, and the next.
-    clear_windows: float = 1.5
+    # Windows in a row where it is clear beside the noise: a quarter of one, and the next.
+    clear_windows: float = 1.25
 
     # Difference that is clear, in units of the noise of the windows before, which are so many at
     # least and count as noisy as this at least.
@@ -78,12 +82,14 @@ class DriftLimits:
 
 
 class Window(NamedTuple):
-    """What some minibatches of a run show."""
+    """What the minibatches of a window, or of a part of one, show."""
 
     first: int  # minibatch
     end: int
     events: Sequence[Event]  # of those that were recorded
-    samples_per_s: float  # of the whole window
+    samples_per_s: float  # of all of them
+    # by rank, what workers that the plan leaves out measured: their seconds relative to the plan's
+    left_out: Mapping[int, float] = MappingProxyType({})
 
 
 class Parting(NamedTuple):
@@ -157,11 +163,11 @@ class _Subject:
 
     known: float = 1.0  # ratio to the plan, of which the user was told
     side: int = 0  # 1: slower than that, -1: faster
-    windows: float = 0.0  # in a row; the later half of a window counts as half of one
-    clear: bool = False  # in all windows of the row
+    windows: float = 0.0  # in a row
+    clear: bool = False  # in all of them
     since: int = 0
     newest: float = 1.0
-    # ln(ratio) of the windows of the row, and of those before it
+    # ln(ratio) of each look at the row, and of those before it
     row: list[float] = field(default_factory=list)
     before: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
@@ -183,10 +189,16 @@ class DriftJudge:
     """Looks at a run's windows, one after the other, and says when it parts from its plan.
 
     What was said once is known from then on: it is said again only when it changes.
+
+    Attributes:
+        expected: of the plan.
+        limits: what counts as parting from it.
+        share: of a window, in each look.
     """
 
     expected: Expectation
     limits: DriftLimits = field(default_factory=DriftLimits)
+    share: float = 1.0
     _subjects: dict[Hashable, _Subject] = field(default_factory=lambda: defaultdict(_Subject))
 
     def look(self, window: Window) -> Parting | None:
@@ -194,14 +206,14 @@ class DriftJudge:
         middle = (window.first + window.end) // 2
         late = {seen.key: seen for seen in self._later(window, middle)}
         certain = False
-        for seen in self._ratios(window.events):
+        for seen in chain(self._ratios(window.events), self._left_out(window)):
             subject = self._subjects[seen.key]
             half = late.get(seen.key, seen)
             if self._side(subject, seen) != 0:
-                self._see(subject, seen, window.first, 1.0)
+                self._see(subject, seen, window.first, self.share)
             elif self._side(subject, half) != 0:  # disturbances begin within a window
                 subject.end_row()
-                self._see(subject, half, middle, 0.5)
+                self._see(subject, half, middle, self.share / 2)
             else:
                 subject.end_row()
                 subject.before.append(math.log(seen.middle))
@@ -226,6 +238,11 @@ class DriftJudge:
             counts = planned_s >= self.limits.planned_share * self.expected.minibatch_s
             if counts and route.messages >= self.limits.fewest:
                 yield _Seen(pair, 1 / route.ratio, 1 / route.ratio, planned_s)
+
+    def _left_out(self, window: Window) -> Iterator[_Seen]:
+        """Yield what workers without stages measured: a plan may fill all of their time."""
+        for rank, ratio in sorted(window.left_out.items()):
+            yield _Seen(rank, ratio, ratio, self.expected.minibatch_s)
 
     def _worker_ratios(self, events: Sequence[Event]) -> Iterator[tuple[int, float, float]]:
         found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -295,7 +312,7 @@ class DriftJudge:
 
     def _is_clear(self, subject: _Subject, seen: _Seen) -> bool:
         limits = self.limits
-        if len(subject.before) < limits.fewest_before:
+        if self.share * len(subject.before) < limits.fewest_before:
             return False
         return subject.noises(seen.ratio, limits.least_noise) >= limits.clear_noises
 

@@ -109,7 +109,11 @@ def worker_name(rank: int, stage: int | None) -> str:
 
 
 def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
-    """Return the stage that worker `rank` is at, or else the first stage that it holds."""
+    """Return the stage that worker `rank` is at, or else the first stage that it holds; None for a
+    worker that the plan leaves out.
+    """
+    if beat is not None and beat.left_out:
+        return None
     if beat is not None and beat.stage is not None:
         return beat.stage
     if beat is not None and beat.holds is not None:

@@ -29,6 +29,7 @@ class Beat(Record):
     stage: int | None = None  # of an instruction
     # The first stage that the worker has. None: that of the plan that it was started with.
     holds: int | None = None
+    left_out: bool = False  # of the plan: the worker has no stage
     slowest_s: float = 0.0  # the longest instruction so far
     device: "Beat | None" = None  # what the device is at, where the host is ahead of it
 
@@ -50,6 +51,7 @@ class Heartbeat:
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
         self._holds: int | None = None
+        self._left_out = False
         # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or
         # a phase.
         self._now: tuple[int, Instruction | _Phase, bool] = (
@@ -79,9 +81,12 @@ class Heartbeat:
         """
         self._enter(_Phase(activity, "waiting" if meeting else "preparing"))
 
-    def hold(self, stage: int) -> None:
-        """Record the worker's first stage, where the run has moved to another plan."""
+    def hold(self, stage: int | None) -> None:
+        """Record the worker's first stage, where the run has moved to another plan; None where that
+        leaves the worker out.
+        """
         self._holds = stage
+        self._left_out = stage is None
 
     def leave_to_script(self) -> None:
         """Record that the user's script goes on, for as long as it likes while no other worker
@@ -111,6 +116,7 @@ class Heartbeat:
                 state=what.state,
                 doing=f"while {what.activity}",
                 holds=self._holds,
+                left_out=self._left_out,
                 slowest_s=self._slowest_s,
             )
         else:

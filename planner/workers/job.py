@@ -73,7 +73,7 @@ class WorkerReport(Record):
     """What a worker says of a run: how busy it was, and its memory."""
 
     rank: int
-    stage: int
+    stage: int | None  # None: the plan leaves the worker out
     busy_share: float  # of the steady state, spent in forward, backward and update
     samples_per_s: float  # in steady state, through this replica
     peak_memory_bytes: int  # allocated

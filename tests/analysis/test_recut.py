@@ -9,11 +9,15 @@ import pytest
 import planner
 from planner.analysis.few_kinds import with_few_kinds
 from planner.analysis.recut import recut
-from planner.api.corrected import corrected
+from planner.api.corrected import _preferred, corrected
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.drift import Corrected
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.plan.left_out import why_nobody
 from planner.solver.clock import NO_LIMIT
+from planner.solver.tuning.record import STANDARD
 from tests.analysis.test_measured_cluster import run_on, slower
 from tests.samples import profile
 from tests.simulator.plans import equal_layers
@@ -51,12 +55,41 @@ def test_it_is_about_as_fast_as_the_best_of_all_cuts(
     assert [stage.ranks for stage in found.stages] == [stage.ranks for stage in plan.stages]
 
 
-def test_a_run_keeps_all_its_workers(model: Profile, plan: Plan) -> None:
-    run = run_on(plan, slower(PLANNED, 1.0, 1.0, 0.15))
-    answer = corrected(model, plan, run)
+def test_a_worker_that_is_worth_its_place_stays(model: Profile, plan: Plan) -> None:
+    answer = corrected(model, plan, run_on(plan, slower(PLANNED, 1.0, 1.0, 0.4)))
     assert answer.better is not None
     assert answer.better.workers == plan.workers
-    assert len(answer.better.stages[2].layers) == 1
+
+
+def test_one_that_is_not_is_left_out_and_taken_in_again(model: Profile, plan: Plan) -> None:
+    slow = slower(PLANNED, 1.0, 1.0, 0.05)
+    without = corrected(model, plan, run_on(plan, slow)).better
+    assert without is not None
+    assert without.ranks == {0, 1}
+    assert without.microbatches == plan.microbatches
+
+    def sought(ratio: float) -> Corrected:
+        """What is found when worker 2 measures so many times the seconds that it had then."""
+        return corrected(model, without, run_on(without, slow), left_out={2: ratio})
+
+    assert sought(1.0).better is None
+    assert sought(0.8).better is None
+    again = sought(0.05).better
+    assert again is not None
+    assert again.ranks == {0, 1, 2}
+    assert again.predicted.seconds_per_minibatch == pytest.approx(
+        plan.predicted.seconds_per_minibatch, rel=0.02
+    )
+
+
+def test_nobody_is_left_out_where_replicas_divide_what_they_have(model: Profile) -> None:
+    one = flat_cluster(1, 1e4)
+    plan = planner.solve(model, one, schedule="1f1b-flush", microbatches=6, time_limit_s=5)
+    busy = planner.price(model, PLANNED, (3, 3, 3), schedule="1f1b-flush", microbatches=6)
+    stages = tuple(replace(stage, sharded=True, sharding_level=3) for stage in plan.stages)
+    assert why_nobody(plan) == ""
+    assert "divide gradients or weights" in why_nobody(replace(plan, stages=stages))
+    assert _preferred(replace(plan, stages=stages), busy, STANDARD) is busy
 
 
 def test_many_kinds_are_searched_as_a_few() -> None:

@@ -32,7 +32,6 @@ def folder(tmp_path: Path) -> Path:
         (("--profile", "other.json"), "was solved from another profile than --profile other.json"),
         (("--profile", "missing.json"), "missing.json"),
         (("--replan", "--drift-window", "0"), "--drift-window 0 never looks"),
-        (("--elastic", "1:2", "--replan"), "--replan has no meaning with --elastic"),
         (("--drift-window", "-1"), "--drift-window"),
     ],
 )

@@ -22,6 +22,7 @@ class _Device:
 
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, int, float]] = []
+        self.now: Path | None = None  # as long as there is such a file, it says who is slow
         # An iterator: a number that calls change is refused, because a model may read it.
         self.calls = count()
 
@@ -29,6 +30,9 @@ class _Device:
         """Return how many times as long the next forward takes, and its backward."""
         rank = int(os.environ["RANK"])
         number = next(self.calls)
+        if self.now is not None and self.now.exists():
+            slow, factor = json.loads(self.now.read_text("utf-8"))
+            return float(factor) if slow == rank else 1.0
         factors = [
             factor
             for slow, first, end, factor in self.phases
@@ -44,6 +48,7 @@ def read_phases(path: Path) -> None:
     """Begin to count, and take from a file when devices are slow."""
     _DEVICE.phases = json.loads(path.read_text("utf-8")) if path.exists() else []
     _DEVICE.calls = count()
+    _DEVICE.now = path.with_name("slow-now.json")
 
 
 class Nap(torch.autograd.Function):

@@ -89,6 +89,17 @@ def slow_down(folder: Path, phases: Sequence[tuple[int, int, int, float]]) -> No
     (folder / "slow.json").write_text(json.dumps(phases), encoding="utf-8")
 
 
+def slow_now(folder: Path, rank: int, factor: float) -> None:
+    """Let the device of a worker be so many times slower until `fast_again`."""
+    path = folder / "slow-now.json"
+    path.with_suffix(".part").write_text(json.dumps([rank, factor]), encoding="utf-8")
+    path.with_suffix(".part").rename(path)
+
+
+def fast_again(folder: Path) -> None:
+    (folder / "slow-now.json").unlink()
+
+
 def sleeping_profile(path: Path, forward_s: float = FORWARD_S) -> Profile:
     """The profile of the model, with the seconds for which its layers sleep."""
     found = structural_profile(path, BATCH_SIZE)

@@ -147,3 +147,31 @@ def test_messages_that_take_no_time_do_not_count() -> None:
     plan = pipeline_of(LAYERS, "1f1b-flush", fast)
     judge = DriftJudge(Expectation.of(plan))
     assert not told(judge, (window_on(plan, flat_cluster(4, 1e7), n) for n in range(4)))
+
+
+def test_a_worker_that_is_left_out_is_told_when_it_recovers(plan: Plan) -> None:
+    """What it measures is relative to the plan, which knows that it is slow."""
+    judge = DriftJudge(Expectation.of(plan))
+    ratios = [1.0, 1.02, 0.98, 1.0, 0.3, 0.3, 0.3, 0.3]
+    windows = [
+        window_on(plan, PLANNED, n)._replace(left_out={4: ratio}) for n, ratio in enumerate(ratios)
+    ]
+
+    (parting,) = told(judge, iter(windows))
+
+    assert parting.since == 4 * MINIBATCHES
+    assert parting.workers == {4: 0.3}
+    assert parting.clear
+
+
+def test_each_look_counts_for_its_share_of_a_window(plan: Plan) -> None:
+    slow = slower(PLANNED, 1.0, 1.0, 0.5, 1.0)
+    clusters = [PLANNED] * 6 + [slow] * 5
+    windows = [window_on(plan, each, n, noise=0.02) for n, each in enumerate(clusters)]
+
+    def looks(share: float) -> int:
+        judge = DriftJudge(Expectation.of(plan), share=share)
+        return next(n for n, window in enumerate(windows) if judge.look(window) is not None) - 5
+
+    assert looks(1.0) == 2  # 1.25 windows
+    assert looks(0.5) == 3

@@ -1,6 +1,7 @@
 """Emulated devices: layers that sleep for their time, on worker 1 for longer while a file is there.
 
 It writes the time of each update to the file that REPLAN_TIMES names; REPLAN_SLOW names the other.
+REPLAN_LAYERS, REPLAN_FORWARD_S and REPLAN_SLOWER change how many layers there are, and their time.
 """
 
 import os
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LAYERS, WIDTH = 8, 1024  # so many weights that replicas would wait for each other
-FORWARD_S = 0.005
-SLOWER = 2.5  # times
+LAYERS = int(os.environ.get("REPLAN_LAYERS", "8"))
+WIDTH = 1024  # so many weights that replicas would wait for each other
+FORWARD_S = float(os.environ.get("REPLAN_FORWARD_S", "0.005"))
+SLOWER = float(os.environ.get("REPLAN_SLOWER", "2.5"))  # times
 
 
 def nap(seconds: float) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 from unittest import mock
 
 from tabulate import tabulate
@@ -35,13 +36,15 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.formats.timeline import Event, Events, Timeline
 from planner.options.training import DriftOptions
-from planner.simulator.drift import DriftJudge, Expectation, Parting, Window
+from planner.plan.left_out import left_out
+from planner.simulator.drift import LOOKS, DriftJudge, Expectation, Parting, Window
 from planner.simulator.simulate_plan import simulate
 from planner.workers.job import Job
 
 FOLDER = Path(__file__).parent
 WINDOW = 10  # minibatches, all of which are simulated
-POINT = 2  # minibatches between two points at which a plan may end
+HALF = WINDOW // LOOKS
+POINT = 1  # minibatches between two points at which a plan may end
 QUIET = 4  # windows before the disturbance
 WINDOWS = 12  # of a run without recovery
 RECOVERS = 12  # windows after the disturbance, in cases that recover
@@ -261,13 +264,13 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
         replanner = Replanner(job, 0, MINIBATCHES, HashStore())
         cost_s = COST * run.plan.predicted.seconds_per_minibatch
         replanner.expect_cost(cost_s)
-        judge = DriftJudge(Expectation.of(run.plan))
+        judge = DriftJudge(Expectation.of(run.plan), share=1 / LOOKS)
         at = 0
         windows: list[Window] = []
         while at < end:
-            until = (at // WINDOW + 1) * WINDOW
+            until = (at // HALF + 1) * HALF
             window = _window(run, changes, at, until)
-            windows = [*windows[-1:], window]
+            windows = [*windows[1 - 2 * LOOKS :], window]
             now[0] += (until - at) * _size(run.plan) / window.samples_per_s
             # While it is decided, the workers go on to the next point.
             for point in range(at + POINT, until + POINT + 1, POINT):
@@ -285,13 +288,13 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
                 run.there.clear()
                 run.moves.append((point, run.plan))
                 replanner.moved(run.plan, point, cost_s)
-                judge = DriftJudge(Expectation.of(run.plan))
+                judge = DriftJudge(Expectation.of(run.plan), share=1 / LOOKS)
                 windows = []
                 at = point
 
 
 def _window(run: Run, changes: Sequence[tuple[int, World]], first: int, end: int) -> Window:
-    """Simulate the minibatches of a window, in which the world may change."""
+    """Simulate the minibatches of half a window, in which the world may change."""
     noise = random.Random(f"{run.seed} {first}")
     events: list[Event] = []
     begin_s = 0.0
@@ -313,10 +316,25 @@ def _window(run: Run, changes: Sequence[tuple[int, World]], first: int, end: int
         ]
         events += moved
         begin_s = max(row.end_s for row in moved)
-    burst = _burst(run.case, noise, first)
-    noisy = [_noisy(event, noise, burst) for event in events]
+    number = first // WINDOW
+    bursts = [_burst(run, number - 1), _burst(run, number)]
+    noisy = [_noisy(event, noise, bursts) for event in events]
     samples = (end - first) * _size(run.plan)
-    return Window(first, end, noisy, samples / begin_s)
+    return Window(first, end, noisy, samples / begin_s, _left_out(run, changes, noise, end))
+
+
+def _left_out(
+    run: Run, changes: Sequence[tuple[int, World]], noise: random.Random, end: int
+) -> dict[int, float]:
+    """Return what workers without stages measure at the end of half a window."""
+    world = [world for start, world in [(0, quiet(run.case)), *changes] if start < end][-1]
+    ratios = {}
+    for rank in left_out(run.plan, run.case.plan.cluster.gpus):
+        planned = 1.0
+        if run.plan.cluster.kinds:
+            planned = run.plan.cluster.kind_of(rank).speed
+        ratios[rank] = planned / world.speeds[rank] * (1 + noise.uniform(0, NOISE))
+    return ratios
 
 
 def _parts(
@@ -329,23 +347,33 @@ def _parts(
             yield max(start, first), min(until, end), world
 
 
-def _burst(case: Case, noise: random.Random, first: int) -> tuple[int, int, int, float]:
-    """Return the worker whose core another process takes, for which minibatches, and what for."""
-    rank = noise.randrange(case.plan.cluster.gpus)
-    start = first + noise.randrange(WINDOW)
-    slower = noise.uniform(1.2, 2.5)
-    if not case.bursts or noise.random() > BURST:
-        return 0, 0, 0, 1.0
-    return rank, start, start + WINDOW // 2, slower
+class Burst(NamedTuple):
+    """Minibatches for which another process takes a worker's core."""
+
+    rank: int
+    start: int
+    end: int
+    slower: float
 
 
-def _noisy(event: Event, noise: random.Random, burst: tuple[int, int, int, float]) -> Event:
+def _burst(run: Run, number: int) -> Burst:
+    """Return what happens in a window of a run; it may go on in the next one."""
+    drawn_from = random.Random(f"{run.seed} burst {number}")
+    rank = drawn_from.randrange(run.case.plan.cluster.gpus)
+    start = number * WINDOW + drawn_from.randrange(WINDOW)
+    slower = drawn_from.uniform(1.2, 2.5)
+    if not run.case.bursts or drawn_from.random() > BURST:
+        return Burst(0, 0, 0, 1.0)
+    return Burst(rank, start, start + HALF, slower)
+
+
+def _noisy(event: Event, noise: random.Random, bursts: Sequence[Burst]) -> Event:
     if event.lane != "compute":
         return event
     longer = 1 + noise.uniform(0, NOISE)
-    rank, start, end, slower = burst
-    if event.rank == rank and start <= event.minibatch < end:
-        longer *= slower
+    for burst in bursts:
+        if event.rank == burst.rank and burst.start <= event.minibatch < burst.end:
+            longer *= burst.slower
     return event._replace(end_s=event.start_s + longer * (event.end_s - event.start_s))
 
 
@@ -357,7 +385,9 @@ def _answer(
     since = [event for event in events if event.minibatch >= parting.since]
     end = windows[-1].end
     timeline = Timeline.of_plan(run.plan, "measured", end, Events.of(since))
-    answer = corrected(run.case.profile, run.plan, timeline, longer=longer)
+    answer = corrected(
+        run.case.profile, run.plan, timeline, longer=longer, left_out=windows[-1].left_out
+    )
     size = _size(run.plan)
     better_s = answer.expected_s
     if answer.better is not None:

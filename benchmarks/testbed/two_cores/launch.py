@@ -74,7 +74,7 @@ def run_workers(
     folder: Path = ROOT,
 ) -> dict[str, Any]:
     """Run `python -m module arguments` under torchrun, one process per place, each pinned to its
-    own core.
+    own core; where there are more places, they take turns.
 
     Return the JSON object that the first process prints on stdout.
 
@@ -84,7 +84,8 @@ def run_workers(
     port = str(free_port())
     processes: list[subprocess.Popen[str]] = []
     with contextlib.ExitStack() as stack:
-        for rank, (place, core) in enumerate(zip(where, CORES, strict=False)):
+        for rank, place in enumerate(where):
+            core = CORES[rank % len(CORES)]
             command = ["taskset", "-c", str(core), sys.executable, "-m", "torch.distributed.run"]
             command += [
                 "--nnodes",

@@ -107,6 +107,14 @@ class Copies(Keeper):
         self._thread = threading.Thread(target=self._copy, args=made, name="copies", daemon=True)
         self._thread.start()
 
+    def go_on_with(self, job: Job, stages: list[Restorable]) -> None:
+        """See base class. The copy under way is of the plan before, so it comes to its end
+        first.
+        """
+        self._wait()
+        super().go_on_with(job, stages)
+        self._set_aside.clear()
+
     def finish(self) -> None:
         """End with the run, whose state needs no copy any more: that the last one failed is worth a
         warning.

@@ -22,7 +22,7 @@ from planner.schedule.instructions import Instruction, Message
 
 WINDOW = 50  # minibatches
 _SPARSE = 10  # at most one block in so many is recorded
-_BLOCKS = 5  # that a window has, if it is long enough
+_BLOCKS = 3  # that a window has, if it is long enough
 _MICROBATCHES = 32  # of a minibatch that are recorded: more say nothing new
 _KINDS: dict[type, EventKind] = {
     do.Forward: "forward",
@@ -71,7 +71,7 @@ class WindowSampler:
         # Not the last, so that it ends before its window does.
         self._recorded = (self._sparse - 1) // 2
         round_ = block * self._sparse
-        self.window = -(-window // round_) * round_
+        self.window = max(1, round(window / round_)) * round_
         self._clock = Clock(device)
         self._notes: deque[tuple[Instruction, Mark, Mark]] = deque()
         self._end: int | None = None  # of the window; None before the first minibatch

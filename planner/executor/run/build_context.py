@@ -46,6 +46,7 @@ from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
 from planner.model.stage.stage import StageModule
+from planner.plan.left_out import measured_stage
 from planner.plan.rank_groups import plan_of_tensor_rank
 from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
@@ -88,7 +89,14 @@ def pipeline_context(
         return first_samples(read())
 
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
+    is_left_out = not numbers
+    if is_left_out:
+        numbers = [measured_stage(job.plan)]
     built = build_modules(job, numbers, spec, place.compute.type, tensor, read_samples=read_samples)
+    measured = None
+    if is_left_out:
+        built, measured = _without_stages(built)
+        measured.to(place.compute)
     check_separate(spec, job.plan, built.trained, built.parts, place.compute)
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
@@ -126,6 +134,7 @@ def pipeline_context(
         shape=shape,
         tensor=tensor,
         stages=stages,
+        measured=measured,
         transfers=transferred(plan, built.training),
         evaluation=built.evaluation,
         lengths=built.lengths,
@@ -137,6 +146,15 @@ def pipeline_context(
     if tensor is None and everyone is None:  # others run together
         _run_first(context)
     return context
+
+
+def _without_stages(built: Modules) -> tuple[Modules, StageModule]:
+    """Return what a worker without stages has of the model, and the stage that it measures."""
+    (measured,) = built.training.values()
+    evaluation = built.evaluation
+    if evaluation is not None:
+        evaluation = replace(evaluation, modules={})
+    return replace(built, training={}, evaluation=evaluation), measured
 
 
 def _without_builder(spec: TrainingSpec) -> TrainingSpec:

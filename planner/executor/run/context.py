@@ -70,7 +70,10 @@ class PipelineContext:
     groups: DataGroups
     shape: PipelineShape
     tensor: "TensorGroup | None" = None  # the ranks that divide this worker's layers with it
-    stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
+    # of this worker, by number: one, or several chunks; none where the plan leaves the worker out
+    stages: Mapping[int, HeldStage]
+    # with which such a worker measures its device: see `planner.executor.run.left_out`
+    measured: StageModule | None = None
     # by (source, target) stage, to and from this worker's
     transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
     # the same stages of the evaluation graph, if the job evaluates
@@ -150,7 +153,7 @@ class PipelineContext:
         self.heartbeat.enter("taking memory", meeting=True)
         compute = self.place.compute
         runtime = runtime_of(self.place.compute)
-        if not runtime.asynchronous:
+        if not runtime.asynchronous or not self.stages:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
         # The allocator still has what the stages took when they ran once.
@@ -193,8 +196,10 @@ class PipelineContext:
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
         """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an
-        empty pipeline.
+        empty pipeline; none where the plan leaves it out.
         """
+        if not self.stages:
+            return iter(())
         return segment_stream(self.shape, min(self.stages), self.rank, first, last)
 
     def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:

@@ -11,11 +11,14 @@ _MOST_LASTS = 64
 
 
 class DriftLines:
-    """Is told of each difference and of each window, and returns what to say."""
+    """Is told of each difference and of each look at the run, of which a window has so many, and
+    returns what to say.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, looks: int = 1) -> None:
+        self._looks = looks
         self._unsaid: Drift | None = None
-        self._passed = 0  # windows since then
+        self._passed = 0  # looks since then
         self._lasts = _LASTS
         self._said = False  # that something is not as planned
 
@@ -31,11 +34,11 @@ class DriftLines:
         return None
 
     def passed(self) -> Drift | None:
-        """Return what is to be said after a window that changed nothing."""
+        """Return what is to be said after a look that changed nothing."""
         if self._unsaid is None:
             return None
         self._passed += 1
-        if self._passed < self._lasts:
+        if self._passed < self._looks * self._lasts:
             return None
         drift = self._unsaid
         self._unsaid = None

@@ -36,7 +36,15 @@ from planner.formats.files import Record, load_record, replace
 from planner.formats.held_folder import held_folder
 from planner.formats.plan import save_plan
 from planner.formats.timeline import Event, Events, Timeline, save_timeline
-from planner.simulator.drift import DriftJudge, DriftLimits, Expectation, Parting, Window
+from planner.plan.left_out import left_out
+from planner.simulator.drift import (
+    LOOKS,
+    DriftJudge,
+    DriftLimits,
+    Expectation,
+    Parting,
+    Window,
+)
 from planner.workers.meeting import nth_time, worker_store
 from planner.workers.secret_store import Part, record_in
 from planner.workers.watch import own_keys
@@ -46,14 +54,15 @@ if TYPE_CHECKING:
 
 ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
 LONGER = "longer.json"  # a question's, too; see `Corrected.longer`
+LEFT_OUT = "left-out.json"  # a question's, too: ratios by rank; see `LeftOut`
 _SOLVER = "planner.api.corrected"  # the module that answers
-_KEPT = 4  # windows of a worker in the store: the next one takes the place of the oldest
+_KEPT = 8  # halves of a worker in the store: the next one takes the place of the oldest
 _LOOKS_EVERY_S = 0.5
 _CONNECT = timedelta(seconds=60)
 _JOIN_S = 5.0
 _FOUND = "found"
 _LIMITS = DriftLimits()
-_WINDOWS = 2  # of which the newest are solved for
+_NEWEST = 2 * LOOKS  # halves of windows that are solved for
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +90,14 @@ class Told(Record):
         )
 
 
+class LeftOut(Record):
+    """What a worker that the plan leaves out measured last, as it tells worker 0."""
+
+    number: int  # of the window
+    host: str
+    ratio: float | None  # seconds of its computations, relative to the plan's, if it measured them
+
+
 class DriftListener(Protocol):
     """Who is told on worker 0, by the thread that watches."""
 
@@ -106,7 +123,7 @@ class DriftWatch:
         self._minibatch_size = context.minibatch_size
         self._listener = listener
         self.found: list[Drift] = []  # on worker 0
-        self._lines = DriftLines()
+        self._lines = DriftLines(LOOKS)
 
         store = connection()
         self._store = Part(f"drift/{nth_time(store, 'drift')}", store)
@@ -116,15 +133,18 @@ class DriftWatch:
             context.place.compute,
             math.lcm(*context.shape.replicas),
             self._hand_over,
-            self._options.window,
+            max(1, self._options.window // LOOKS),
         )
         self._judge: DriftJudge | None = None
         if self._rank == 0:
             self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
-        self._judged: deque[Window] = deque(maxlen=_WINDOWS)
-        self._hosts: list[str] = []
-        self._queue: queue.SimpleQueue[WindowNotes | None] = queue.SimpleQueue()
+        self._judged: deque[Window] = deque(maxlen=_NEWEST)
+        self._hosts: dict[int, str] = {}
+        # by rank, of workers that are left out: the newest ratio, and the number of its window
+        self._left_out: dict[int, float] = {}
+        self._told_last: dict[int, int] = {}
+        self._queue: queue.SimpleQueue[WindowNotes | LeftOut | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._solving: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
@@ -132,10 +152,14 @@ class DriftWatch:
 
     def _made_judge(self) -> DriftJudge | None:
         try:
-            return DriftJudge(Expectation.of(self._plan), _LIMITS)
+            return DriftJudge(Expectation.of(self._plan), _LIMITS, 1 / LOOKS)
         except InputError as error:
             _log.warning("the run is not compared with its plan: %s", error.message)
             return None
+
+    def window_at(self, minibatch: int) -> int:
+        """Return the number of the window that a minibatch is in."""
+        return minibatch // self.sampler.window
 
     @property
     def newest(self) -> Drift | None:
@@ -156,6 +180,12 @@ class DriftWatch:
 
     def _hand_over(self, notes: WindowNotes) -> None:
         self._queue.put(notes)
+
+    def tell_left_out(self, number: int, ratio: float | None) -> None:
+        """Take note of what this worker, which the plan leaves out, measured towards the end of a
+        window; None where it had no time to measure.
+        """
+        self._queue.put(LeftOut(number=number, host=socket.gethostname(), ratio=ratio))
 
     # In the thread that watches
 
@@ -180,8 +210,11 @@ class DriftWatch:
             return
         if notes is None:
             return
-        told = Told.of(notes)
-        self._store.set(self._key(self._rank, notes.number), told.model_dump_json())
+        if isinstance(notes, LeftOut):
+            self._store.set(_left_out_key(self._rank), notes.model_dump_json())
+        else:
+            told = Told.of(notes)
+            self._store.set(self._key(self._rank, notes.number), told.model_dump_json())
         if self._judge is not None:
             self._due.append(notes.number)
 
@@ -198,10 +231,10 @@ class DriftWatch:
                 self._look(judge, told)
 
     def _all_told(self, number: int) -> list[Told] | None:
-        """Return what all workers told of a window: nothing where some are past it; None where some
-        have not told it yet.
+        """Return what all workers with stages told of a window, in the order of their ranks:
+        nothing where some are past it; None where some have not told it yet.
         """
-        keys = [self._key(rank, number) for rank in range(self._plan.workers)]
+        keys = [self._key(rank, number) for rank in sorted(self._plan.ranks)]
         if not self._store.check(keys):
             return None
         values = self._store.multi_get(keys)
@@ -212,15 +245,17 @@ class DriftWatch:
 
     def _look(self, judge: DriftJudge, told: Sequence[Told]) -> None:
         first = told[0]
+        ranks = sorted(self._plan.ranks)
+        offsets = [self._offsets[rank] for rank in ranks]
         events = [
             event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
-            for each, offset in zip(told, self._offsets, strict=True)
+            for each, offset in zip(told, offsets, strict=True)
             for event in each.events
         ]
+        self._hosts |= {rank: each.host for rank, each in zip(ranks, told, strict=True)}
         size = (first.end - first.first) * self._minibatch_size
-        window = Window(first.first, first.end, events, size / first.seconds)
+        window = Window(first.first, first.end, events, size / first.seconds, self._news())
         self._judged.append(window)
-        self._hosts = [each.host for each in told]
         parting = judge.look(window)
         if parting is None:
             told_now = self._lines.passed()
@@ -233,6 +268,21 @@ class DriftWatch:
             self._tell_all(told_now)
         if self._listener is not None:
             self._listener.look(first.end)
+
+    def _news(self) -> dict[int, float]:
+        """Return what workers that are left out measured since the window before, by rank."""
+        news = {}
+        for rank in left_out(self._plan, dist.get_world_size()):
+            key = _left_out_key(rank)
+            if not self._store.check([key]):
+                continue
+            told = record_in(self._store.get(key), key, LeftOut)
+            self._hosts[rank] = told.host
+            if told.ratio is not None and told.number != self._told_last.get(rank):
+                news[rank] = told.ratio
+                self._left_out[rank] = told.ratio
+            self._told_last[rank] = told.number
+        return news
 
     def _tell_all(self, drift: Drift) -> None:
         self.found.append(drift)
@@ -249,7 +299,7 @@ class DriftWatch:
             since=parting.since,
             seen=newest.end,
             workers=tuple(
-                WorkerDrift(rank=rank, stage=stages[rank], host=self._hosts[rank], ratio=ratio)
+                WorkerDrift(rank=rank, stage=stages.get(rank), host=self._hosts[rank], ratio=ratio)
                 for rank, ratio in sorted(parting.workers.items())
             ),
             routes=tuple(
@@ -288,6 +338,7 @@ class DriftWatch:
             save_timeline(self._timeline(since), folder / "run.json")
             longer = {} if self._listener is None else dict(self._listener.longer)
             (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
+            (folder / LEFT_OUT).write_text(json.dumps(self._left_out), encoding="utf-8")
             command = [sys.executable, "-m", _SOLVER, str(folder), profile]
             self._solving = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -312,6 +363,10 @@ class DriftWatch:
         ]
         end = self._judged[-1].end
         return Timeline.of_plan(self._plan, "measured", end, Events.of(moved))
+
+
+def _left_out_key(rank: int) -> str:
+    return f"left-out/{rank}"
 
 
 def watch_of(

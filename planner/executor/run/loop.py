@@ -15,6 +15,7 @@ from torch import Tensor
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.stage_parts import Restorable
 from planner.executor.checkpoint.trained_weights import save_gathered
+from planner.executor.communication.control import control_group, message_timeout
 from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
@@ -42,17 +43,23 @@ from planner.schedule.instructions import (
     Update,
 )
 from planner.schedule.schedule import PipelineShape, stream
+from planner.workers.groups import GLOO
 from planner.workers.job import Evaluation
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that every pipeline needs; `replicas` has one for each replicated stage of
-    this worker.
+    """The process groups that every pipeline needs.
+
+    Attributes:
+        links: between stages.
+        replicas: one for each replicated stage of this worker.
+        joint: of all workers with stages, where these clip or scale their gradients together.
     """
 
     links: LinkGroups
     replicas: Mapping[int, dist.ProcessGroup]
+    joint: dist.ProcessGroup | None
 
     @classmethod
     def create(cls, context: PipelineContext) -> "Groups":
@@ -79,7 +86,22 @@ class Groups:
             made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
-        return cls(links, replicas)
+        return cls(links, replicas, _joint_group(context))
+
+
+def _joint_group(context: PipelineContext) -> dist.ProcessGroup | None:
+    """Return the group in which stages add up the norms of their gradients; all workers call it."""
+    job = context.job
+    needs_norm = job.options.clip_grad_norm is not None or job.scales_loss
+    # Under asynchronous schedules each stage clips and scales by itself.
+    if not needs_norm or context.shape.asynchronous:
+        return None
+    ranks = sorted(context.job.plan.ranks)
+    if len(ranks) == dist.get_world_size():
+        return control_group()
+    timeout = message_timeout(job.run_options.hang_timeout_s)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=GLOO)
+    return group
 
 
 def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
@@ -114,17 +136,13 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
         number: StageReplica(stage, context, groups.replicas.get(number))
         for number, stage in held.items()
     }
-    # Under asynchronous schedules each stage clips and scales by itself.
-    joint = (
-        job.options.clip_grad_norm is not None or job.scales_loss
-    ) and not context.shape.asynchronous
     return PipelineWorker(
         stages,
         links,
         observers,
         context.place.compute,
         stop_on_nan=job.run_options.stop_on_nan,
-        joint_norm=joint,
+        joint_group=groups.joint,
     )
 
 

@@ -66,8 +66,8 @@ def leave(part: PlanPart, kept: Kept, minibatch: int, replanner: Replanner) -> L
         return None
 
     part.finish()
-    if kept.checkpointer is not None:
-        kept.checkpointer.go_on_with(context.job, [])  # or the old stages would stay in memory
+    for keeper in kept.keepers:
+        keeper.go_on_with(context.job, [])  # or the old stages would stay in memory
     return Leaving(
         job=replace(context.job, plan=after),
         place=context.place,
@@ -99,8 +99,8 @@ def arrive(
     groups = Groups.create(context)
     stages = restorable(context)
     leaving.handover.restore(job, stages)
-    if kept.checkpointer is not None:
-        kept.checkpointer.go_on_with(job, stages)
+    for keeper in kept.keepers:
+        keeper.go_on_with(job, stages)
 
     part = PlanPart(context, groups, on_progress, replanner)
     part.go_on_from(leaving.losses, leaving.evaluations, leaving.drift)
@@ -113,7 +113,7 @@ def arrive(
     return part
 
 
-def _first_stage(plan: Plan) -> int:
-    """Return the first stage that this worker has under a plan."""
+def _first_stage(plan: Plan) -> int | None:
+    """Return the first stage that this worker has under a plan; None where that leaves it out."""
     rank = dist.get_rank()
-    return next(number for number, stage in enumerate(plan.stages) if rank in stage.ranks)
+    return next((number for number, stage in enumerate(plan.stages) if rank in stage.ranks), None)

@@ -1,10 +1,11 @@
 """The part of a run that one plan trains: all of it, unless the run moves to another plan."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-from planner.executor.checkpoint.checkpointer import Checkpointer
+from planner.executor.checkpoint.checkpointer import Checkpointer, Keeper
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook
@@ -14,6 +15,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
 from planner.executor.run.drift_watch import watch_of
 from planner.executor.run.evaluator import evaluation_points
+from planner.executor.run.left_out import IdleDevice
 from planner.executor.run.loop import Groups, Loop
 from planner.executor.run.replan import Replanner
 from planner.executor.run.worker import Observers
@@ -22,6 +24,8 @@ from planner.model.tensor.division import own_memory
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.workers.job import Evaluation
 
+_LEFT_OUT = "waiting, left out of the plan because its device is slow"
+
 
 class Kept(NamedTuple):
     """What keeps the run's state, and how many of its minibatches were done before."""
@@ -29,6 +33,11 @@ class Kept(NamedTuple):
     checkpointer: Checkpointer | None
     copies: Copies | None
     first: int
+
+    @property
+    def keepers(self) -> list[Keeper]:
+        """What there is of both."""
+        return [each for each in (self.checkpointer, self.copies) if each is not None]
 
 
 class PlanPart:
@@ -43,9 +52,8 @@ class PlanPart:
     ) -> None:
         self.context = context
         self._reporter = _reporter(context, on_progress)
-        self._ends_at: Callable[[int], bool] | None = None
-        if replanner is not None:
-            self._ends_at = replanner.ends_at
+        self._replanner = replanner
+        self._idle: IdleDevice | None = None
 
         modules = [stage.module for stage in context.stages.values()]
         # A weight with two names is one tensor.
@@ -81,6 +89,9 @@ class PlanPart:
     def prepare(self, first: int) -> None:
         """Make random data, and connect to the other workers, before minibatch `first`."""
         context = self.context
+        if not context.stages:
+            context.heartbeat.enter("measuring its device")
+            self._idle = IdleDevice(context)
         if context.data.random:  # made at first use, random batches would count as training time
             context.heartbeat.enter("making random data")
             upcoming = _units(
@@ -112,7 +123,7 @@ class PlanPart:
             done = first
             for start, end in context.segments(first):
                 done = self._train_segment(kept, start, end)
-                if done < end:
+                if done < end or self._ends_between(end):
                     break
             context.heartbeat.enter("waiting for the last messages", meeting=True)
             self.loop.worker.drain()
@@ -127,15 +138,10 @@ class PlanPart:
         """Train a part after which the pipeline runs empty; return the minibatches done."""
         context = self.context
         loop = self.loop
-        worker = loop.worker
-        loop.begin(start, end, self._ends_at)
-        every = context.job.options.evaluate_every
-        if every is not None:
-            self._evaluate_along(start, end, every)
-        loop.drain()
-        worker.settle()
-        if loop.last < end:
-            return loop.last
+        log = loop.worker.log
+        done = self._run(start, end) if context.stages else self._wait(start, end)
+        if done < end:
+            return done
 
         at_end = end == context.minibatches
         disk_every = context.job.checkpoints.every
@@ -144,10 +150,63 @@ class PlanPart:
             and disk_every is not None
             and (at_end or end % disk_every == 0)
         ):
-            kept.checkpointer.save(end, worker.log.losses, loop.evaluations)
+            kept.checkpointer.save(end, log.losses, loop.evaluations)
         if kept.copies is not None and not at_end and end % context.job.elastic.copy_every == 0:
-            kept.copies.save(end, worker.log.losses, loop.evaluations)
+            kept.copies.save(end, log.losses, loop.evaluations)
         return end
+
+    def _run(self, start: int, end: int) -> int:
+        """Run this worker's instructions of a segment; return the minibatches done."""
+        loop = self.loop
+        loop.begin(start, end, None if self._replanner is None else self._replanner.ends_at)
+        every = self.context.job.options.evaluate_every
+        if every is not None:
+            self._evaluate_along(start, end, every)
+        loop.drain()
+        loop.worker.settle()
+        if self._replanner is not None:
+            self._replanner.tell_done(loop.last)
+        return loop.last
+
+    def _wait(self, start: int, end: int) -> int:
+        """Wait until the others have done a segment, which has nothing for this worker; return the
+        minibatches done.
+        """
+        assert self._replanner is not None
+        waits = partial(self.context.heartbeat.enter, _LEFT_OUT, meeting=True)
+        waits()
+        for point in self._replanner.points(start, end):
+            if self._replanner.await_ending(point):
+                return point
+            self._measure_at(point)
+            waits()
+        self._replanner.await_done(end)
+        return end
+
+    def _ends_between(self, end: int) -> bool:
+        """Return whether the plan ends between two segments."""
+        if self._replanner is None or end == self.context.minibatches:
+            return False
+        if self._replanner.ends_at(end):
+            return True
+        if self._idle is not None:
+            self._measure_at(end)
+        return False
+
+    def _measure_at(self, minibatch: int) -> None:
+        """Measure this worker's device once in half a window, at the last point where its plan may
+        end; not where the others are past the next one, which may be the end.
+        """
+        assert self._idle is not None
+        assert self._replanner is not None
+        if self._watch is None:
+            return
+        after = minibatch + self._replanner.every
+        number = self._watch.window_at(minibatch)
+        if number == self._watch.window_at(after):
+            return
+        is_late = self._replanner.is_settled(after)
+        self._watch.tell_left_out(number, None if is_late else self._idle.ratio())
 
     def _evaluate_along(self, start: int, end: int, every: int) -> None:
         context = self.context

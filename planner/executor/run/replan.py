@@ -9,7 +9,11 @@ takes, is decided at once. All else is decided two windows later, if the run has
 its plan by then.
 
 Worker 0 decides beside training. Several times in a window every worker asks the store whether the
-plan ends there: the first to ask, or worker 0, settles it for all.
+plan ends there: the first to ask, or worker 0, settles it for all. A worker that the plan leaves
+out does not ask, because nothing keeps it at the pace of the others: it waits for what they settle.
+
+A worker that was taken in again and soon left out again looked faster while it had nothing to do.
+So each time it takes twice as many windows more until it is taken in.
 """
 
 import logging
@@ -25,16 +29,20 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.drift_watch import connection
 from planner.formats.drift import Corrected, Drift, Move, plan_words
 from planner.formats.plan import Plan
+from planner.plan.left_out import why_nobody
 from planner.plan.rank_groups import sample_parts
+from planner.simulator.drift import LOOKS
 from planner.units import format_seconds
 from planner.workers.job import Job
 from planner.workers.meeting import nth_time
 from planner.workers.secret_store import Part, record_in
 
 _REST = 10  # times the cost of a move, until the next one
-_POINTS = 5  # of a window, at which a plan may end
-# Windows after which a plan is still to be better: what was only noise is told of by then.
-_CONFIRMED = 2
+_POINTS = 10  # of a window, at which a plan may end
+# Halves of windows after which a plan is still to be better: what was only noise is told of by
+# then.
+_CONFIRMED = 2 * LOOKS
+_LOOKS_EVERY_S = 0.05  # for what others settle
 _GOES_ON = "go"
 _ENDS = "move"
 _log = logging.getLogger(__name__)
@@ -56,12 +64,14 @@ class Replanner:
         self._plan = job.plan
         self._gain = job.drift.replan_gain
         self._rank = rank
-        self._every = max(1, job.drift.window // _POINTS)
+        self._workers = job.plan.workers  # of the run, all of which have stages at its start
+        self._times_left_out = 0  # moves that left out a worker
+        self.every = max(1, job.drift.window // _POINTS)  # minibatches between two points
         self._minibatches = minibatches
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0
         self._better: _Better | None = None
-        self._unconfirmed = 0  # windows that are to pass before the decision
+        self._unconfirmed = 0  # halves of windows that are to pass before the decision
         self._decided = False
         self._store = store
         # By layer, how many times as long as profiled it took when the plan was solved: on
@@ -104,9 +114,11 @@ class Replanner:
         self._unconfirmed = _CONFIRMED
         if clear and lasted_s >= self._cost_s:
             self._unconfirmed = 0
+        if better.workers > self._plan.workers:
+            self._unconfirmed += _CONFIRMED * (2 ** max(0, self._times_left_out - 1) - 1)
 
     def look(self, end: int) -> None:
-        """Decide, after a window that ended with minibatch `end`, whether to move."""
+        """Decide, after half a window that ended with minibatch `end`, whether to move."""
         if self._better is None or self._decided:
             return
         if self._unconfirmed > 0:
@@ -133,16 +145,19 @@ class Replanner:
 
     def _settle(self, plan: Plan, end: int) -> None:
         self._store.set(self._key("plan"), plan.model_dump_json())
-        first = (end // self._every + 1) * self._every
-        for point in range(first, self._minibatches, self._every):
+        first = (end // self.every + 1) * self.every
+        for point in range(first, self._minibatches, self.every):
             if self._store.compare_set(self._key(point), "", _ENDS) == _ENDS.encode():
                 self._decided = True
                 return
 
     def _obstacle(self, better: Plan) -> str:
         """Return why the workers cannot move to a plan; "" where they can."""
-        if better.workers != self._plan.workers:
-            return f"it has work for {better.workers} of {self._plan.workers} workers"
+        if not better.ranks <= set(range(self._workers)):
+            return f"it needs more than the {self._workers} workers of the run"
+        why = why_nobody(better)
+        if why and better.workers < self._workers:
+            return f"it has work for {better.workers} of {self._workers} workers, and {why}"
         if sample_parts(better) != sample_parts(self._plan):
             return "its minibatches have other samples"
         return ""
@@ -151,9 +166,40 @@ class Replanner:
 
     def ends_at(self, minibatch: int) -> bool:
         """Return whether the plan ends before a minibatch; the same on all workers."""
-        if minibatch % self._every:
+        if minibatch % self.every:
             return False
         return self._store.compare_set(self._key(minibatch), "", _GOES_ON) == _ENDS.encode()
+
+    def points(self, first: int, end: int) -> range:
+        """Return the minibatches between two, before which the plan may end."""
+        return range((first // self.every + 1) * self.every, end, self.every)
+
+    def tell_done(self, end: int) -> None:
+        """Tell workers that are left out that this one has trained all minibatches before `end`."""
+        if self._plan.workers < self._workers and self._rank == min(self._plan.ranks):
+            self._store.set(self._key(f"done/{end}"), _GOES_ON)
+
+    def await_done(self, end: int) -> None:
+        """Wait, on a worker that is left out, until others have trained all minibatches before
+        `end`.
+        """
+        self._await(self._key(f"done/{end}"))
+
+    def is_settled(self, minibatch: int) -> bool:
+        """Return whether others have settled if the plan ends before a minibatch."""
+        return self._store.check([self._key(minibatch)])
+
+    def await_ending(self, minibatch: int) -> bool:
+        """Wait, on a worker that is left out, until others have settled whether the plan ends
+        before a minibatch, and return it.
+        """
+        return self._await(self._key(minibatch)) == _ENDS.encode()
+
+    def _await(self, key: str) -> bytes:
+        # For as long as it takes: whether others hang is judged by their heartbeats.
+        while not self._store.check([key]):
+            time.sleep(_LOOKS_EVERY_S)
+        return self._store.get(key)
 
     def next_plan(self) -> Plan:
         """Return the plan that comes after the one that has ended."""
@@ -168,8 +214,11 @@ class Replanner:
             after=plan_words(plan),
             seconds=seconds,
             drained=self._plan.schedule.asynchronous,
+            left_out=tuple(sorted(self._plan.ranks - plan.ranks)),
+            taken_in=tuple(sorted(plan.ranks - self._plan.ranks)),
         )
         self.moves.append(move)
+        self._times_left_out += bool(move.left_out)
         self._plan = plan
         self.longer = self._longer_next
         self._decided = False

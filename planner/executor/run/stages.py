@@ -282,14 +282,14 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
-    """Return the group of ranks that divides a worker's layers; None where each is whole on
-    a rank.
+    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank,
+    or the plan leaves the worker out.
     """
     check_base(plan)
     check_whole_sequences(plan)
     check_divided(plan)
-    own = next(stage for stage in plan.stages if rank in stage.ranks)
-    if not own.divides_layers:
+    own = next((stage for stage in plan.stages if rank in stage.ranks), None)
+    if own is None or not own.divides_layers:
         return None
     from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
 

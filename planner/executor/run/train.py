@@ -20,6 +20,8 @@ from planner.executor.handed_model import spec_of
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import (
     ProgressCallback,
+    SteadyState,
+    WorkerLog,
     steady_state,
 )
 from planner.executor.observe.recording import gather_timeline
@@ -266,24 +268,27 @@ def gather_result(
     """
     job = context.job
     plan = context.plan
-    shape = context.shape
     data = context.data
     place = context.place
     log = loop.worker.log
     stages = loop.worker.stages
     checkpointer, copies, first = kept
-    per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
-    per_round = 1 if shape.schedule.stashes else per_minibatch
-    steady = steady_state(log.completions, *shape.unsteady(context.rank), per_round)
+    steady = _steady_state_of(context, log)
+    first_stage = min(stages, default=None)
+    predicted_bytes = 0
+    if first_stage is not None:
+        predicted_bytes = plan.tensor_bytes(first_stage)
     own = WorkerReport(
         rank=context.rank,
-        stage=min(stages),
+        stage=first_stage,
         busy_share=steady.busy_share,
         # Backwards of all the worker's stages are counted, and each unit has one in every stage.
-        samples_per_s=steady.units_per_s * context.microbatch_size / len(stages),
-        predicted_memory_bytes=plan.tensor_bytes(min(stages)),
+        samples_per_s=steady.units_per_s * context.microbatch_size / max(1, len(stages)),
+        predicted_memory_bytes=predicted_bytes,
         **peak.fields(),
-        weight_versions=max(replica.versions.most_versions for replica in stages.values()),
+        weight_versions=max(
+            (replica.versions.most_versions for replica in stages.values()), default=0
+        ),
         deferred_weights=context.deferred,
     )
     reports = [
@@ -335,6 +340,17 @@ def gather_result(
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
         restarts=() if copies is None else copies.events,
     )
+
+
+def _steady_state_of(context: PipelineContext, log: WorkerLog) -> SteadyState:
+    """Return what this worker did per second; nothing where the plan leaves it out."""
+    if not context.stages:
+        return SteadyState(0.0, 0.0)
+    shape = context.shape
+    per_round = 1
+    if not shape.schedule.stashes:
+        per_round = sum(len(shape.units_of(stage, context.rank, 0)) for stage in context.stages)
+    return steady_state(log.completions, *shape.unsteady(context.rank), per_round)
 
 
 @cache  # once per thread, however many runs it trains

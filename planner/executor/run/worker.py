@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import assert_never
 
-from planner.executor.communication.control import control_group
 from planner.executor.communication.later import Later
 from planner.executor.communication.links import Links
 from planner.executor.observe.clock import BusyTime
@@ -44,8 +43,8 @@ class Observers:
 class PipelineWorker:
     """Executes the stream of one rank's stages: one, or several chunks.
 
-    With `joint_norm` all stages clip or skip an update together, by the norm of all their
-    gradients.
+    With a `joint_group`, of all workers that have stages, these clip or skip an update together, by
+    the norm of all their gradients.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class PipelineWorker:
         device: torch.device,
         *,
         stop_on_nan: bool = False,
-        joint_norm: bool = False,
+        joint_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.stages = stages
         self.links = links
@@ -72,7 +71,7 @@ class PipelineWorker:
         if self._runtime.asynchronous:
             observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
-        self._joint_group = control_group() if joint_norm else None
+        self._joint_group = joint_group
         for stage in stages.values():
             if stage.optimizer.sharding is not None:
                 stage.optimizer.sharding.note = self._note_wait

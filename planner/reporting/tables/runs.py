@@ -128,7 +128,7 @@ def workers_table(reports: "Sequence[WorkerReport]") -> str:
     rows = [
         {
             "worker": report.rank,
-            "stage": report.stage,
+            "stage": "left out" if report.stage is None else report.stage,
             "busy": f"{report.busy_share:.0%}",
             "peak memory predicted": format_bytes(report.predicted_memory_bytes or 0),
             "measured": format_bytes(report.peak_memory_bytes),

@@ -15,6 +15,8 @@ from planner.errors import PlannerError
 from planner.formats.plan import Plan, save_plan
 from planner.options.training import DriftOptions, RunOptions
 from planner.workers.job import TrainResult
+from tests.executor.plans import make_plan
+from tests.executor.run.test_left_out import without
 from tests.executor.run.test_move import cut
 from tests.executor.sleeping import sleeping_profile, write_sleeping
 
@@ -26,7 +28,7 @@ import signal
 from pathlib import Path
 
 from planner.executor.checkpoint import handover
-from planner.executor.run import drift_watch, move, replan
+from planner.executor.run import drift_watch, left_out, move, replan
 from planner.formats.plan import load_plan
 
 HERE = Path(__file__).parent
@@ -59,6 +61,8 @@ if not IN_WORKER:
     pass
 elif POINT == "restore":
     before(handover.Handover, "restore")
+elif POINT == "ratio":
+    before(left_out.IdleDevice, "ratio")
 elif POINT == "full":
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -68,13 +72,15 @@ elif POINT:
 """
 
 
-def run(folder: Path, point: str, steps: int = 160) -> TrainResult:
+def run(folder: Path, point: str, steps: int = 160, *, leaves_out: bool = False) -> TrainResult:
     path = write_sleeping(folder)
     profile = sleeping_profile(path)
     planner.save_profile(profile, folder / "profile.json")
     path.write_text(path.read_text("utf-8") + MORE, encoding="utf-8")
     (folder / "kill.json").write_text(json.dumps(point), encoding="utf-8")
     before, after = plans(profile)
+    if leaves_out:
+        after = without(make_plan(profile, (1,), "1f1b-flush", 2), [1], 2)
     save_plan(after, folder / "next.json")
     drift = DriftOptions(window=10, profile=str(folder / "profile.json"), replan=True)
     return planner.train(
@@ -98,6 +104,15 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path, point: str) -> None:
     before = in_memory()
     with pytest.raises(PlannerError, match=r"worker 1 .* was killed by SIGKILL"):
         run(tmp_path, point)
+    assert in_memory() <= before
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_is_left_out_ends_the_run(tmp_path: Path) -> None:
+    before = in_memory()
+    with pytest.raises(PlannerError, match=r"worker 1 was killed by SIGKILL") as raised:
+        run(tmp_path, "ratio", leaves_out=True)
+    assert "stage" not in raised.value.message
     assert in_memory() <= before
 
 

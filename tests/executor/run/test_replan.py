@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from planner.executor.run.replan import Replanner
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import DeviceKind, flat_cluster
 from planner.formats.drift import Corrected, Drift
 from planner.formats.plan import Plan
 from planner.formats.profile import save_profile
@@ -27,6 +28,7 @@ from tests.simulator.plans import equal_layers, plan_of
 
 MINIBATCHES = 10_000
 WINDOW = 50
+HALF = WINDOW // 2
 
 
 @pytest.fixture
@@ -62,8 +64,8 @@ def answer(better: Plan) -> Corrected:
 
 def confirm(made: Replanner, end: int) -> None:
     """Let windows pass until it is decided, after that with minibatch `end`."""
-    for number in (2, 1, 0):
-        made.look(end - number * WINDOW)
+    for number in (4, 3, 2, 1, 0):
+        made.look(end - number * HALF)
 
 
 def ends(made: Replanner) -> list[int]:
@@ -76,7 +78,7 @@ def test_it_moves_where_nobody_has_passed(plan: Plan) -> None:
     assert not any(made.ends_at(point) for point in range(301))  # workers are there already
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == [310]
+    assert ends(made) == [305]
     assert made.next_plan() == plan
 
 
@@ -84,14 +86,14 @@ def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == ends(made) == [210]
+    assert ends(made) == ends(made) == [205]
 
 
 def test_what_is_clear_is_decided_at_once(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
     made.look(200)
-    assert ends(made) == [210]
+    assert ends(made) == [205]
 
 
 def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None:
@@ -99,10 +101,10 @@ def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None
     made = replanner(plan, cost_s=1.01 * lasted_s)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
     made.look(200)
-    assert not made.ends_at(210)
-    made.look(250)
-    made.look(300)
-    assert ends(made) == [310]
+    assert not made.ends_at(205)
+    for end in (225, 250, 275, 300):
+        made.look(end)
+    assert ends(made) == [305]
 
 
 def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +124,7 @@ def test_towards_the_end_nothing_pays(plan: Plan) -> None:
     assert ends(made) == []
 
 
-@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [410])])
+@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [405])])
 def test_after_a_move_the_next_is_ten_times_its_cost_away(
     plan: Plan, passed_s: float, expected: list[int]
 ) -> None:
@@ -155,14 +157,70 @@ def test_what_has_gone_two_windows_later_was_noise(plan: Plan) -> None:
     assert ends(made) == []
 
 
-def test_workers_are_not_left_idle(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+def smaller(plan: Plan) -> Plan:
+    """A plan for the same minibatches that leaves out workers 2 and 3."""
+    two = plan_of(equal_layers(2), (1, 1), flat_cluster(2, 1e9), schedule="1f1b-flush")
+    return two.model_copy(update={"cluster": plan.cluster})
+
+
+def test_slow_workers_are_left_out(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
-    smaller = plan_of(equal_layers(2), (1, 1), flat_cluster(2, 1e9), schedule="1f1b-flush")
+    made.consider(drift(plan, 10.0, 5.0), answer(smaller(plan)), clear=True)
+    made.look(200)
+    assert ends(made) == [205]
+
+    made.moved(smaller(plan), 205, seconds=1.0)
+    assert made.moves[0].left_out == (2, 3)
+
+
+def test_each_time_it_takes_longer_to_take_a_worker_in_again(plan: Plan) -> None:
+    """It may be slow only while it has something to do."""
+    made = replanner(plan, cost_s=1e-9)
+    took = []
+    for _ in range(4):
+        made.moved(smaller(plan), 200, seconds=0.0)
+        made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
+        looks = 1
+        made.look(200)
+        while not made._decided:
+            made.look(200)
+            looks += 1
+            assert looks < 100
+        took.append(looks)
+        made.moved(plan, 250, seconds=0.0)
+    assert took == [1, 5, 13, 29]
+
+
+def test_nobody_is_left_out_who_could_not_measure_itself(
+    plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = replanner(plan, cost_s=1.0)
+    names = [DeviceKind(count=2, name=name) for name in ("v100", "t4")]
+    cluster = smaller(plan).cluster.model_copy(update={"kinds": tuple(names)})
+    kinds = smaller(plan).model_copy(update={"cluster": cluster})
     with caplog.at_level(logging.WARNING):
-        made.consider(drift(plan, 10.0, 5.0), answer(smaller), clear=False)
+        made.consider(drift(plan, 10.0, 5.0), answer(kinds), clear=False)
         confirm(made, 200)
     assert ends(made) == []
-    assert "it has work for 2 of 4 workers" in caplog.text
+    assert "it has work for 2 of 4 workers, and its devices are of several kinds" in caplog.text
+
+
+def test_a_worker_that_is_left_out_settles_nothing(plan: Plan) -> None:
+    store = HashStore()
+    options = DriftOptions(replan=True, profile="profile.json", window=WINDOW)
+    job = Job(model="model.py", plan=plan, drift=options)
+    trains, idle = (Replanner(job, rank, MINIBATCHES, store) for rank in (0, 3))
+    for each in (trains, idle):
+        each.moved(smaller(plan), 200, seconds=1.0)
+    assert [*trains.points(200, 220)] == [205, 210, 215]
+
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(idle.await_ending(205)), daemon=True)
+    thread.start()
+    trains._settle(plan, 203)
+    thread.join(10)
+    assert found == [True]
+    assert trains.ends_at(205)
 
 
 @pytest.mark.slow
