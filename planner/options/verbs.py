@@ -42,11 +42,12 @@ class PriceOptions(Options):
         "R|R,R",
         told="as many replicas as the GPUs allow for all",
     )
-    recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
+    recompute: str | bool | Sequence[int] | Mapping[int, int | str] = option(
         (),
         "activation checkpointing: stages, counted from 0, that run forward again instead of "
         "keeping activations; "
-        "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2",
+        "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2; with :attention "
+        "the attention of every block alone",
         "all|S,S:N",
         told="none",
     )
