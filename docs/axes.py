@@ -35,6 +35,8 @@ STAGE_OPTIONS = (
     Axis("recomputation, attention alone", "`plan price`", "yes", "yes", "Megatron", "yes"),
     Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "whole layers"),
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
+    Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
+    Axis("optimizer states in 8 bits", "no", "no", "no", "no", "no"),
     Axis("offload of activations or states", "no", "no", "no", "no", "no"),
 )
 

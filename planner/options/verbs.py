@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS
-from planner.formats.names import PLANNED, Backend, CodecName, DeviceType, StackName
+from planner.formats.names import (
+    PLANNED,
+    Backend,
+    CodecName,
+    DeviceType,
+    StackName,
+    StateName,
+)
 from planner.options.cluster import ClusterOptions, Quantities
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
 from planner.options.numbers import degrees, microbatch_counts, names, token_count
@@ -113,6 +120,12 @@ class FitOptions(SolveOptions):
         "with `lora`: keep the frozen linear layers in 4 bits (QLoRA), to say what fits and how "
         "fast it would be; `plan train` does not run it",
         "4",
+        advanced=True,
+    )
+    optimizer_states: StateName = option(
+        "float32",
+        "type of AdamW's moments in the model file that is written: bfloat16 halves their memory, "
+        "with a second beta of 0.95",
         advanced=True,
     )
     megatron: str | None = option(
