@@ -140,7 +140,7 @@ def _read_replicas(text: str) -> Replicas | None:
     return replicas if min(replicas) > 0 else None
 
 
-def _sharding(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
+def _sharding(given: Any, stages: int) -> tuple[dict[int, _Choice], int | None]:
     """Return the sharding level of each stage that is named, and the size of groups that repeat
     each other, if any.
     """

@@ -333,17 +333,12 @@ class LossMean(GrownRecord):
 
 
 class ChunkedLoss(Record):
-    """A head and a loss that are computed for a part of the tokens at a time.
+    """A head and a loss that are computed for a part of the tokens at a time."""
 
-    Attributes:
-        chunks: parts of the tokens.
-        head: the layer that makes the logits, of which those of one part exist.
-        again_s: what the backward takes longer in training, where each part computes its logits a
-            second time; it is in no price.
-    """
-
-    chunks: Annotated[int, Field(ge=2)]
-    head: str
+    chunks: Annotated[int, Field(ge=2)]  # parts of the tokens
+    head: str  # layer that makes the logits, of which those of one part exist
+    # what the backward takes longer in training, where each part computes its logits a second time;
+    # it is in no price
     again_s: NonNegativeFloat
 
 

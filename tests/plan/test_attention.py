@@ -12,6 +12,7 @@ import planner
 from planner.errors import InputError, PlanError
 from planner.exports.trainers import configuration_of
 from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
 from planner.plan.attention import attention_groups
 from planner.plan.blocks import recomputes_parts
@@ -75,8 +76,13 @@ def test_a_stage_without_attention_is_refused() -> None:
 
 def test_trainers_recompute_whole_layers() -> None:
     known = measured("gpt2")
-    wanted = {"schedule": "1f1b-flush", "microbatches": 4, "replicas": 1}
-    plan = planner.price(known, FLAT, 2, recompute="all:attention", **wanted)
+
+    def recomputing(what: str) -> Plan:
+        return planner.price(
+            known, FLAT, 2, recompute=what, replicas=1, schedule="1f1b-flush", microbatches=4
+        )
+
+    plan = recomputing("all:attention")
     assert all(recomputes_parts(stage.layers, stage.recompute_groups) for stage in plan.stages)
     with pytest.raises(PlanError, match="trainers recompute whole layers"):
         configuration_of(plan)
@@ -84,6 +90,6 @@ def test_trainers_recompute_whole_layers() -> None:
     assert "--recompute-granularity selective" in exported
     assert "recomputes the attention between projections" in " ".join(exported.split())
 
-    blocks = planner.price(known, FLAT, 2, recompute="all:2", **wanted)
+    blocks = recomputing("all:2")
     assert not any(recomputes_parts(each.layers, each.recompute_groups) for each in blocks.stages)
     assert configuration_of(blocks).recomputed_layers == 2

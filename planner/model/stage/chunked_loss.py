@@ -211,8 +211,10 @@ def _leaves_out_tokens(node: fx.Node) -> bool:
         return False
     dimensions = _value(node).dim()
     dimension = node.args[1] if len(node.args) > 1 else 0
-    numbers = all(isinstance(each, int) or each is None for each in node.args[1:])
-    return numbers and dimension % dimensions != dimensions - 1  # type: ignore[operator]
+    if not all(isinstance(each, int) or each is None for each in node.args[1:]):
+        return False
+    assert isinstance(dimension, int)
+    return dimension % dimensions != dimensions - 1
 
 
 def _check_readers(graph: LayerGraph, found: HeadAndLoss) -> None:
@@ -357,6 +359,7 @@ class _Call:
     def of(cls, node: fx.Node, places: dict[fx.Node, int]) -> "_Call":
         args = tuple(_Place.of(each, places) for each in node.args[1:])
         kwargs = {name: _Place.of(each, places) for name, each in node.kwargs.items()}
+        assert callable(node.target)
         return cls(FUNCTIONS.get(node.target, node.target), args, kwargs)
 
     def __call__(self, value: Tensor, others: Sequence[Tensor]) -> Tensor:

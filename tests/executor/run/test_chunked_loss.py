@@ -95,7 +95,7 @@ def plan_of(path: Path, replicas: tuple[int, ...], schedule: str, microbatches: 
 
 
 def trained(
-    folder: Path, path: Path, plans: list[Plan], **options: int
+    folder: Path, path: Path, plans: list[Plan], evaluate_every: int | None = None
 ) -> list[tuple[TrainResult, Weights]]:
     """Train each plan in worker processes; return the results and the weights."""
     jobs = [
@@ -105,7 +105,7 @@ def trained(
             steps=STEPS,
             seed=SEED,
             save_weights=str(folder / f"{number}.pt"),
-            options=TrainingOptions(**options),
+            options=TrainingOptions(evaluate_every=evaluate_every),
         )
         for number, plan in enumerate(plans)
     ]

@@ -5,6 +5,7 @@ the loss of all tokens.
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -182,8 +183,9 @@ def test_no_more_than_the_logits_of_a_chunk_exist() -> None:
 
 def most_allocated(measured: profile) -> int:
     """Return the most bytes that PyTorch held at once, besides those at the start."""
+    results: Any = measured.profiler
     held = most = 0
-    for event in measured.profiler.kineto_results.events():
+    for event in results.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
