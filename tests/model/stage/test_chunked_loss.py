@@ -253,3 +253,16 @@ def test_recomputed_layers_change_nothing(groups: tuple[tuple[str, ...], ...]) -
     assert torch.equal(again[0], plain[0])
     for name, gradient in plain[1].items():
         assert torch.equal(again[1][name], gradient), name
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the compiler imports
+def test_a_compiled_stage_has_the_same_chunks() -> None:
+    """They run as PyTorch runs them, behind what is compiled, which rounds otherwise."""
+    torch.manual_seed(0)
+    graph = graph_of(Speaker(tied=True), smooth)
+    plain = gradients(stage_of(graph, Variant(loss_chunks=CHUNKS)))
+
+    compiled = gradients(stage_of(graph, Variant(compiled=True, loss_chunks=CHUNKS)))
+
+    torch.testing.assert_close(compiled[0], plain[0])
+    torch.testing.assert_close(compiled[1], plain[1])
