@@ -33,7 +33,7 @@ STAGE_OPTIONS = (
     Axis("FSDP of divided layers (2-D)", "estimates", "yes", "yes", "torchtitan", "no"),
     Axis("recomputation, by layers", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("recomputation, attention alone", "`plan price`", "yes", "yes", "Megatron", "yes"),
-    Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "whole layers"),
+    Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "undivided layers"),
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
     Axis("optimizer states in 8 bits", "no", "no", "no", "no", "no"),
