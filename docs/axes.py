@@ -32,7 +32,11 @@ STAGE_OPTIONS = (
     Axis("ZeRO-2, ZeRO-3 (FSDP), HSDP", "single stage", "yes", "yes", "torchtitan", "single stage"),
     Axis("FSDP of divided layers (2-D)", "estimates", "yes", "yes", "torchtitan", "no"),
     Axis("recomputation, by layers", "yes", "yes", "yes", "Megatron", "yes"),
+    Axis("recomputation, attention alone", "`plan price`", "yes", "yes", "Megatron", "yes"),
+    Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "undivided layers"),
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
+    Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
+    Axis("optimizer states in 8 bits", "no", "no", "no", "no", "no"),
     Axis("offload of activations or states", "no", "no", "no", "no", "no"),
 )
 

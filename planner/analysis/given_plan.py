@@ -5,6 +5,7 @@ the solver.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
+from typing import Literal
 
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
 from planner.cost.kinds import with_kinds
@@ -21,6 +22,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.plan.attention import attention_groups
 from planner.plan.blocks import blocks_of
 from planner.plan.rank_groups import groups_of, of_groups
 from planner.plan.same_model import check_same_model
@@ -381,9 +383,13 @@ def _layers_by_blocks(profile: Profile, counts: Sequence[int]) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) -> Groups:
+def _recomputing(
+    layer_costs: LayerCosts, layers: range, recompute: bool | int | Literal["attention"]
+) -> Groups:
     if isinstance(recompute, bool):
         return whole_stage(layers, recompute)
+    if recompute == "attention":
+        return _attention(layer_costs, layers)
 
     units = units_of(layer_costs, layers)
     if recompute > len(units):
@@ -395,6 +401,18 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
             f"counts as one",
         )
     return tuple(frozenset(unit) for unit in units[:recompute])
+
+
+def _attention(layer_costs: LayerCosts, layers: range) -> Groups:
+    groups = attention_groups(layer_costs.profile.layers, layers)
+    if not groups:
+        names = layer_costs.profile.layers
+        raise InputError(
+            f"the stage from '{names[layers[0]].name}' to '{names[layers[-1]].name}' has no "
+            f"attention that could recompute alone",
+            hint="give a number of its blocks, such as 1",
+        )
+    return tuple(groups)
 
 
 def _blocks(profile: Profile) -> list[range]:

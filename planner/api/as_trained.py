@@ -18,4 +18,4 @@ def as_trained(plan: Plan) -> Plan:
     compiled = not plan.divides_layers and not plan.stages[0].shards_gradients
     if compiled:
         plan = replace(plan, compiled=True)
-    return plan.noting(stack.untrained_words(compiled=compiled))
+    return plan.noting(stack.untrained_words(plan.chunked_loss, compiled=compiled))

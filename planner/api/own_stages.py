@@ -5,12 +5,13 @@ stages            4              as many, of equally many blocks
                   norm1,head.0   the last layer of each but the last
 replicas          2              of each stage
                   2,1            of the first and of the second; 2x4 is two replicas of four ranks
-recompute         all, 0,2       whole stages; 0:3 is three blocks of stage 0, each by itself
+recompute         all, 0,2       whole stages; 0:3 is three blocks of stage 0, each by itself, and
+                                 0:attention the attention of every block alone
 shard_optimizer   all, 0:2       with the sharding level after a colon
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from planner.analysis.given_plan import check_enough_gpus, equal_stages, stages_ending_at
 from planner.errors import InputError
@@ -23,6 +24,9 @@ from planner.schedule.registry import find
 from planner.stages.sharding import Sharding, is_level, why_no_group
 
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
+
+
+_Choice: TypeAlias = bool | int | Literal["attention"]
 
 
 class Replicas(NamedTuple):
@@ -136,7 +140,7 @@ def _read_replicas(text: str) -> Replicas | None:
     return replicas if min(replicas) > 0 else None
 
 
-def _sharding(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
+def _sharding(given: Any, stages: int) -> tuple[dict[int, _Choice], int | None]:
     """Return the sharding level of each stage that is named, and the size of groups that repeat
     each other, if any.
     """
@@ -162,13 +166,13 @@ def _check_group(sharding: Sharding, replicas: int, given: Any) -> None:
     raise InputError(f"`shard_optimizer={given}`: {problem}", hint=f"take level 2 or 3, and {some}")
 
 
-def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, bool | int]:
+def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, _Choice]:
     """Return the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
     if given is False:
         return {}
     parts = ["all"] if given is True else _parts(given)
 
-    chosen: dict[int, bool | int] = {}
+    chosen: dict[int, _Choice] = {}
     for part in parts:
         which, colon, number = part.partition(":")
         if which == "all":
@@ -185,17 +189,19 @@ def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, bool | int]:
     return chosen
 
 
-def _read_value(name: str, part: str, which: str, number: str) -> int:
+def _read_value(name: str, part: str, which: str, number: str) -> int | Literal["attention"]:
     """Return the number of blocks to recompute, or the sharding level, after the colon of a
     part.
     """
     recomputes = name == "recompute"
+    if recomputes and number == "attention":
+        return "attention"
     valid = is_count(number) and int(number) > 0
     if valid and (recomputes or is_level(int(number))):
         return int(number)
     wanted = "1, 2 or 3"
     if recomputes:
-        wanted = "a number of blocks, 1 or more"
+        wanted = "a number of blocks, 1 or more, or attention"
     raise InputError(
         f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`"
     )

@@ -530,20 +530,33 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
                 f"'{model}' says itself what is trained, so `lora={options.lora}` has no meaning",
                 hint="let its build_model() return the model with adapters, or leave out `lora`",
             )
+        if options.optimizer_states != "float32":
+            raise InputError(
+                f"'{model}' says itself what optimizer trains it, so "
+                f"`optimizer_states={options.optimizer_states}` has no meaning",
+                hint="let its optimizer() return one with such states, or leave "
+                "`optimizer_states` out",
+            )
         return _ModelFile(path, place or path.parent)
 
     named = find_model(str(model))
     tokens = named.tokens(options.length)
     folder = place or Path(_folder_name(named.name, options))
-    return _ModelFile(named.write(folder, tokens, options.lora), folder, tokens, named=True)
+    written = named.write(folder, tokens, options.lora, options.optimizer_states)
+    return _ModelFile(written, folder, tokens, named=True)
 
 
 def _folder_name(model: str, options: FitOptions) -> str:
-    """Return the name of the folder of a model, which says whether adapters are trained."""
+    """Return the name of the folder of a model, which says whether adapters are trained, and which
+    states the optimizer has.
+    """
+    states = ""
+    if options.optimizer_states != "float32":
+        states = f"-states-in-{options.optimizer_states}"
     if options.lora is None:
-        return model
+        return model + states
     bits = "" if options.bits is None else f"-{options.bits}-bits"
-    return f"{model}-lora-{options.lora}{bits}"
+    return f"{model}-lora-{options.lora}{bits}{states}"
 
 
 def _first_size(options: FitOptions, tokens: int | None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from planner.errors import InputError, did_you_mean
 from planner.formats.files import check_writable, read_json, write_text
+from planner.formats.names import StateName
 
 Config = Mapping[str, Any]
 
@@ -81,13 +82,20 @@ class NamedModel:
             )
         return asked or min(LENGTH, most or LENGTH)
 
-    def write(self, folder: Path, tokens: int | None, lora_rank: int | None = None) -> Path:
+    def write(
+        self,
+        folder: Path,
+        tokens: int | None,
+        lora_rank: int | None = None,
+        states: StateName = "float32",
+    ) -> Path:
         """Write config.json and model.py, whose path is returned.
 
         Args:
             folder: is made, if it does not exist.
             tokens: of a sample; None for images.
             lora_rank: of adapters that are trained in place of the model, which is frozen.
+            states: type of the optimizer's moments.
 
         Raises:
             InputError: where another model is; or for adapters without `peft`.
@@ -99,6 +107,7 @@ class NamedModel:
         )
         model = _with_constant(template, "LENGTH", LENGTH, tokens or LENGTH)
         model = _with_constant(model, "LORA_RANK", 0, lora_rank or 0)
+        model = _with_constant(model, "STATES", '"float32"', f'"{states}"')
         texts = {"config.json": json.dumps(self.config, indent=1) + "\n", "model.py": model}
         for name, text in texts.items():
             path = folder / name
@@ -113,7 +122,7 @@ class NamedModel:
         return folder / "model.py"
 
 
-def _with_constant(template: str, name: str, usual: int, value: int) -> str:
+def _with_constant(template: str, name: str, usual: int | str, value: int | str) -> str:
     """Return the template with another value of one of its constants."""
     line = f"{name} = {usual}  #"
     assert line in template, f"{_TEMPLATE} has {name}"

@@ -93,7 +93,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
-    arguments.add_options(parser, FitOptions, "lora", "bits")
+    arguments.add_options(parser, FitOptions, "lora", "bits", "optimizer_states")
     arguments.add_options(parser, FitOptions, "megatron", "torchtitan", "deepspeed", "accelerate")
     arguments.add_options(
         parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"

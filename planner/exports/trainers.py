@@ -17,7 +17,7 @@ from planner.exports.settings import text_of
 from planner.exports.torchtitan import read_torchtitan, write_torchtitan
 from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.plan.blocks import units_of_stage
+from planner.plan.blocks import recomputes_parts, units_of_stage
 from planner.plan.rank_groups import sample_parts
 from planner.schedule.one_stage import FLUSH
 from planner.stages.sharding import Sharding
@@ -109,6 +109,8 @@ def configuration_of(plan: Plan) -> Configuration:
     ):
         raise PlanError(f"trainers have no form for '{plan.config}' under {plan.schedule}")
 
+    if any(recomputes_parts(stage.layers, stage.recompute_groups) for stage in plan.stages):
+        raise PlanError(f"trainers recompute whole layers, and '{plan.config}' parts of them")
     stages = [units_of_stage(stage.layers, ()) for stage in plan.stages]
     counts = tuple(map(len, stages))
     recomputed = [

@@ -15,6 +15,7 @@ from itertools import pairwise
 from planner.errors import PlanError
 from planner.exports import megatron as words
 from planner.formats.plan import Plan
+from planner.plan.blocks import recomputes_parts
 from planner.plan.rank_groups import sample_parts
 
 # "h.0" of "h.0.attn", the name of its list, and its number
@@ -214,6 +215,12 @@ def megatron_arguments(plan: Plan) -> str:
             f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one "
             f"number for all."
         )
+    in_parts = any(recomputes_parts(stage.layers, stage.recompute_groups) for stage in plan.stages)
+    if in_parts:
+        said.append(
+            "Stages recompute a part of each layer; Megatron recomputes the attention between "
+            "projections, of every layer."
+        )
     every = max(units) >= max(counts)
     method = f"{words.METHOD} uniform {words.RECOMPUTED_LAYERS} 1"
     if not every:
@@ -230,7 +237,8 @@ def megatron_arguments(plan: Plan) -> str:
         # E embedding, t a transformer layer, L loss, | between stages
         f'{words.LAYOUT} "E{layout}L"': not even,
         f"{words.LAYERS_PER_CHUNK} {counts[0]}": even and plan.chunks > 1,
-        f"{words.GRANULARITY} full {method}": any(units),
+        f"{words.GRANULARITY} selective": in_parts,
+        f"{words.GRANULARITY} full {method}": any(units) and not in_parts,
         # Megatron refuses to divide layers with experts otherwise.
         words.SEQUENCE_PARALLEL: (plan.cluster.sequence_parallel or plan.experts)
         and target.tensor > 1,

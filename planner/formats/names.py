@@ -58,5 +58,6 @@ CODECS: dict[CodecName, Codec] = {
 }
 
 EightBits = Literal["fp8", "mxfp8"]  # formats of products of linear layers
+StateName = Literal["float32", "bfloat16"]  # types of an optimizer's moments
 StackName = Literal["eager", "compiled", "megatron"]  # what runs a model's operators in estimates
 STACKS: tuple[StackName, ...] = get_args(StackName)

@@ -1,6 +1,6 @@
 """A configuration that somebody chose by hand: what `planner.price` prices."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,8 +26,8 @@ class OwnStage(Record, ShardedReplicas, DividedLayers):
     # replicas that divide these two; others repeat them
     shard_group: Annotated[int, Field(ge=2)] | None = None
     # Runs its forward again before each backward: true for the whole stage, a number for that many
-    # of its units, the first ones, each by itself.
-    recompute: bool | Parts = False
+    # of its units, the first ones, each by itself; or attention alone, in every unit.
+    recompute: bool | Parts | Literal["attention"] = False
 
     @model_validator(mode="after")
     def _check_one(self) -> "OwnStage":

@@ -26,7 +26,7 @@ from planner.formats.plan_parts import (
     Transfer,
     config_of,
 )
-from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
+from planner.formats.profile import Autocast, ChunkedLoss, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_GPUS, MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown, verb
 from planner.stages.context import DividedSequences
@@ -69,6 +69,7 @@ class Plan(DividedSequences, Shown, GrownRecord):
         "products",
         "experts_across",
         "stack",
+        "chunked_loss",
     }
 
     schema_version: Literal[1] = 1
@@ -82,6 +83,8 @@ class Plan(DividedSequences, Shown, GrownRecord):
     base_bits: Literal[4] | None = None  # of each frozen weight beside adapters, as in the profile
     products: EightBits | None = None  # of linear layers, as in the profile
     stack: StackName | None = None  # whose kernels were estimated
+    # of the last stage, where it runs so in training
+    chunked_loss: ChunkedLoss | None = None
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32

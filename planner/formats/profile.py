@@ -332,6 +332,16 @@ class LossMean(GrownRecord):
         }[self.over]
 
 
+class ChunkedLoss(Record):
+    """A head and a loss that are computed for a part of the tokens at a time."""
+
+    chunks: Annotated[int, Field(ge=2)]  # parts of the tokens
+    head: str  # layer that makes the logits, of which those of one part exist
+    # what the backward takes longer in training, where each part computes its logits a second time;
+    # it is in no price
+    again_s: NonNegativeFloat
+
+
 class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
 
@@ -414,7 +424,7 @@ class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"lengths", "capture_checked", "uncut", "base_bits", "products", "stack"}
+        {"lengths", "capture_checked", "uncut", "base_bits", "products", "stack", "chunked_loss"}
     )
 
     schema_version: Literal[1] = 1
@@ -431,6 +441,8 @@ class Profile(Shown, GrownRecord):
     # of linear layers, in estimates alone; None where they are in the type of the weights
     products: EightBits | None = None
     stack: StackName | None = None  # whose kernels were estimated
+    # with memory for the logits of a part of the tokens, in estimates alone
+    chunked_loss: ChunkedLoss | None = None
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
     # measured with deterministic algorithms, and to be trained so

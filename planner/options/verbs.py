@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS
-from planner.formats.names import PLANNED, Backend, CodecName, DeviceType, StackName
+from planner.formats.names import (
+    PLANNED,
+    Backend,
+    CodecName,
+    DeviceType,
+    StackName,
+    StateName,
+)
 from planner.options.cluster import ClusterOptions, Quantities
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
 from planner.options.numbers import degrees, microbatch_counts, names, token_count
@@ -42,11 +49,12 @@ class PriceOptions(Options):
         "R|R,R",
         told="as many replicas as the GPUs allow for all",
     )
-    recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
+    recompute: str | bool | Sequence[int] | Mapping[int, int | str] = option(
         (),
         "activation checkpointing: stages, counted from 0, that run forward again instead of "
         "keeping activations; "
-        "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2",
+        "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2; with :attention "
+        "the attention of every block alone",
         "all|S,S:N",
         told="none",
     )
@@ -112,6 +120,12 @@ class FitOptions(SolveOptions):
         "with `lora`: keep the frozen linear layers in 4 bits (QLoRA), to say what fits and how "
         "fast it would be; `plan train` does not run it",
         "4",
+        advanced=True,
+    )
+    optimizer_states: StateName = option(
+        "float32",
+        "type of AdamW's moments in the model file that is written: bfloat16 halves their memory, "
+        "with a second beta of 0.95",
         advanced=True,
     )
     megatron: str | None = option(

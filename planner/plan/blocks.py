@@ -56,6 +56,18 @@ def sharded_units(
     return units
 
 
+def recomputes_parts(layers: Sequence[str], recompute: Iterable[Sequence[str]]) -> bool:
+    """Return whether of what a stage has of some block a part recomputes, and the rest does not;
+    layers outside of lists of modules do not count.
+    """
+    again = {name for group in recompute for name in group}
+    blocks: dict[str | None, list[str]] = defaultdict(list)
+    for block, name in zip(_block_names(layers), layers, strict=True):
+        blocks[block].append(name)
+    blocks.pop(None, None)
+    return any(again.intersection(each) and not again.issuperset(each) for each in blocks.values())
+
+
 def _blocks(layers: Sequence[str]) -> list[range]:
     keys = _block_names(layers)
     before = next((key for key in keys if key is not None), None)

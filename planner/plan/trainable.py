@@ -112,6 +112,12 @@ def check_divided(plan: Plan) -> None:
             f"the executor does not run {what} stages whose replicas shard gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
         )
+    if plan.chunked_loss is not None and (plan.stages[0].shards_gradients or plan.divides_layers):
+        raise PlanError(
+            "the executor does not compute a loss in chunks where ranks divide layers, or replicas "
+            "shard gradients or weights",
+            hint="make the plan again with: plan solve; its loss is then computed whole",
+        )
     if not plan.divides_layers:
         return
     one = f"solve with one degree, `tensor={plan.ranks_per_replica}`"

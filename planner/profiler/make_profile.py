@@ -1,5 +1,6 @@
 """Assemble a Profile from what was measured of each layer, or estimated."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -11,6 +12,7 @@ import torch
 from planner.formats.names import FLOAT_BYTES, EightBits, StackName
 from planner.formats.profile import (
     TF32,
+    ChunkedLoss,
     Compiled,
     DegreeCosts,
     Device,
@@ -28,9 +30,12 @@ from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.joins import operations_in
 from planner.model.capture.size import Extent
 from planner.model.options import autocast_name, gradient_bytes
+from planner.model.stage.chunked_loss import UnchunkedLossError, head_and_loss
 from planner.profiler.step.timing import PARTS, StepTimes
 from planner.profiler.step.update import LayerUpdate
 from planner.version import __version__
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ModelFacts:
     sizes: Literal["example"] | None = None
     products: EightBits | None = None
     stack: StackName | None = None
+    loss_chunks: int = 1
 
 
 def make_profile(
@@ -113,6 +119,7 @@ def make_profile(
         tensor=facts.tensor,
         products=facts.products,
         stack=facts.stack,
+        chunked_loss=_chunked_loss(graph, measured, facts.loss_chunks),
         layers=tuple(_layers(graph, extent, measured.layers, update_share)),
         uncut=tuple(_uncut(graph)),
         edges=tuple(
@@ -129,6 +136,22 @@ def make_profile(
             disturbance=facts.disturbance,
             sizes=facts.sizes,
         ),
+    )
+
+
+def _chunked_loss(graph: LayerGraph, measured: Measurement, chunks: int) -> ChunkedLoss | None:
+    """Return how training computes the loss in chunks; None where it computes it whole."""
+    if chunks == 1:
+        return None
+    try:
+        found = head_and_loss(graph)
+    except UnchunkedLossError as error:
+        _log.info("%s", error.message)
+        return None
+    return ChunkedLoss(
+        chunks=chunks,
+        head=graph.layers[found.first_layer].name,
+        again_s=median(measured.layers[found.first_layer].times.forward_s),
     )
 
 

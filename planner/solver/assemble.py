@@ -13,7 +13,7 @@ from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import AskedRules, Prediction, SolverReport, Stage
-from planner.formats.profile import LossMean, Profile
+from planner.formats.profile import ChunkedLoss, LossMean, Profile
 from planner.options.solving import StageRules
 from planner.plan.confidence import interval_of
 from planner.plan.lengths import planned
@@ -77,6 +77,7 @@ def assemble(
         base_bits=profile.base_bits,
         products=profile.products,
         stack=profile.stack,
+        chunked_loss=_chunked_loss(profile, best),
         memory_format=profile.memory_format,
         compiled=profile.compiled is not None,
         tf32=profile.tf32,
@@ -108,6 +109,20 @@ def _loss(profile: Profile, *, accepted: bool) -> LossMean | None:
     if profile.loss is None or not accepted:
         return profile.loss
     return replace(profile.loss, accepted=True)
+
+
+def _chunked_loss(profile: Profile, best: Evaluation) -> ChunkedLoss | None:
+    """Return how the last stage computes its loss in chunks; None where it computes it whole."""
+    chunked = profile.chunked_loss
+    if chunked is None or any(
+        stage.options.shards_gradients or stage.options.ranks_per_replica > 1
+        for stage in best.stages
+    ):
+        return None
+    last = [profile.layers[index].name for index in best.stages[-1].layers]
+    if chunked.head not in last:
+        return None
+    return chunked
 
 
 def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:

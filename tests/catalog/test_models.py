@@ -266,12 +266,34 @@ def test_fit_counts_what_is_trained(tmp_path: Path) -> None:
         planner.train(tmp_path / "4" / "model.py", quantized)
 
 
+def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
+    """Beside masters of 4 bytes: two moments of 4 bytes, or of 2."""
+    pytest.importorskip("transformers", reason=HF)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    asked: dict[str, Any] = {"gpu": "h100", "length": 16, "batch_size": 1, "time_limit_s": 20}
+    sizes = []
+    for states in ("float32", "bfloat16"):
+        folder = tmp_path / states
+        planner.fit(tmp_path / "config.json", 2, optimizer_states=states, place=folder, **asked)
+        layers = planner.load_profile(folder / "profile.json").layers
+        sizes.append(sum(layer.optimizer_bytes for layer in layers))
+    assert sizes[1] == pytest.approx(sizes[0] * 8 / 12, rel=0.01)
+    plan = planner.load_plan(tmp_path / "bfloat16" / "plan.json")
+    assert plan.chunked_loss is not None
+    assert plan.chunked_loss.head == "lm_head"
+    assert "nor compute the logits of the loss's 8 chunks once" in plan.notes[-1]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"bits": 4}, "`bits=4` is for frozen weights, and nothing is frozen\nhint: .*`lora=16`"),
         ({"bits": 8, "lora": 4}, "`bits=8` is not estimated\nhint: give `bits=4`"),
         ({"lora": 4}, "'model.py' says itself what is trained, so `lora=4` has no meaning"),
+        (
+            {"optimizer_states": "bfloat16"},
+            "'model.py' says itself what optimizer trains it, so `optimizer_states=bfloat16`",
+        ),
         ({"lora": 0}, "`lora=0` is too small"),
         (
             {"dollars_per_gpu_hour": 2.0},

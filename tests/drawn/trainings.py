@@ -9,7 +9,7 @@ import os
 import random
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,12 @@ from planner.api.running import make_job, profile
 from planner.errors import PlannerError
 from planner.executor.run.train import train_worker
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import ChunkedLoss, Profile
+from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
+from planner.model.stage.chunked_loss import UnchunkedLossError, head_and_loss
 from planner.options.training import TrainArguments
+from planner.plan.attention import attention_groups
 from planner.schedule.registry import find
 from planner.selfcheck.lab import even_plan
 from planner.workers.job import Job, TrainResult
@@ -42,6 +45,8 @@ class Shape:
     schedule: str
     replicas: tuple[int, ...]
     microbatches: int
+    loss_chunks: int = 1  # of tokens, where the model's loss can be computed so
+    attention_again: bool = False  # recomputes alone, where there is some
 
 
 # Two workers each, and schedules that equal one device.
@@ -75,10 +80,15 @@ def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
     """
     path = folder / "model.py"
     path.write_text(drawn.text, encoding="utf-8")
-    shape = random.Random(drawn.seed).choice(SHAPES)
+    chosen = random.Random(drawn.seed)
+    shape = replace(
+        chosen.choice(SHAPES),
+        loss_chunks=chosen.choice((1, 3)),
+        attention_again=chosen.random() < 0.5,
+    )
 
     try:
-        plan = _plan(profile(path, batch_size=MICROBATCH_SIZE, seconds=0.0), shape)
+        plan = _plan(path, profile(path, batch_size=MICROBATCH_SIZE, seconds=0.0), shape)
         weights = folder / "weights.safetensors"
         arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights)
         result = _trained(make_job(path, plan, arguments), folder)
@@ -90,9 +100,36 @@ def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
     return _compared(drawn, path, plan, result, load_file(weights), shape)
 
 
-def _plan(profiled: Profile, shape: Shape) -> Plan:
+def _plan(path: Path, profiled: Profile, shape: Shape) -> Plan:
+    profiled = profiled.model_copy(update={"chunked_loss": _chunked(path, shape.loss_chunks)})
     schedule = find(shape.schedule)
-    return even_plan(profiled, schedule, shape.replicas, microbatches=shape.microbatches)
+    plan = even_plan(profiled, schedule, shape.replicas, microbatches=shape.microbatches)
+    if not shape.attention_again:
+        return plan
+
+    position = {layer.name: number for number, layer in enumerate(profiled.layers)}
+    stages = []
+    for stage in plan.stages:
+        groups = attention_groups(profiled.layers, [position[name] for name in stage.layers])
+        again = tuple(
+            tuple(profiled.layers[each].name for each in sorted(group)) for group in groups
+        )
+        changes = {"recompute": again or False, "recompute_s": 0.0 if again else None}
+        stages.append(stage.model_copy(update=changes))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _chunked(path: Path, chunks: int) -> ChunkedLoss | None:
+    """Return how training computes the loss of a file in chunks; None where it does so whole."""
+    if chunks == 1:
+        return None
+    spec = load_model_file(str(path))
+    graph = capture_file(spec, spec.example_batch(MICROBATCH_SIZE))
+    try:
+        found = head_and_loss(graph)
+    except UnchunkedLossError:
+        return None
+    return ChunkedLoss(chunks=chunks, head=graph.layers[found.first_layer].name, again_s=0.0)
 
 
 def _compared(

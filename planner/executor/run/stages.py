@@ -36,6 +36,7 @@ from planner.model.python_state import PythonState
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.capture_check import can_be_checked, check_captured
+from planner.model.stage.chunked_loss import end_within
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
@@ -367,7 +368,8 @@ def build_modules(
                 f"{tensor.degree} ranks cannot shard the tokens of any value evenly",
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
-    alike = Variant(compiled=plan.compiled, division=division)
+    chunks = loss_chunks(plan, graph)
+    alike = Variant(compiled=plan.compiled, division=division, loss_chunks=chunks)
     if os.environ.get("RANK") == "0":
         warn_of_division(graph.model, _parts_of_minibatch(plan))
     compared = _compared_output(job, graph, spec)
@@ -391,7 +393,14 @@ def build_modules(
         divided = modules if plan.stages[0].shards_gradients else None
         division = replace(division, sends_parts=False, by_samples=False)
         evaluated = build_evaluation(
-            graph, cut, initial.evaluation, stages, output=output, division=division, of=divided
+            graph,
+            cut,
+            initial.evaluation,
+            stages,
+            output=output,
+            division=division,
+            of=divided,
+            loss_chunks=chunks,
         )
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
@@ -409,6 +418,19 @@ def build_modules(
         output=compared,
         state=_state(job, graph, spec),
     )
+
+
+def loss_chunks(plan: Plan, graph: LayerGraph) -> int:
+    """Return in how many chunks of tokens the last stage computes the loss.
+
+    Raises:
+        UnchunkedLossError: when the captured model's loss cannot be.
+    """
+    if plan.chunked_loss is None:
+        return 1
+    last = [graph.position[name] for name in plan.stages[-1].layers]
+    end_within(graph, last)
+    return plan.chunked_loss.chunks
 
 
 def _parts_of_minibatch(plan: Plan) -> int:
@@ -436,6 +458,9 @@ def _compared_output(job: Job, graph: LayerGraph, spec: TrainingSpec) -> WholeOu
     # Ranks that divide layers have parts of outputs, and DistributedDataParallel takes all that a
     # stage returns for what is trained on.
     if spec.loss is None or job.plan.divides_layers or job.baseline is not None:
+        return None
+    # Its logits never exist whole.
+    if job.plan.chunked_loss is not None:
         return None
     return WholeOutput.of(graph)
 

@@ -131,11 +131,13 @@ def build_evaluation(
     output: bool,
     division: DividedWeights = UNDIVIDED,
     of: Mapping[int, StageModule] | None = None,
+    loss_chunks: int = 1,
 ) -> EvaluationStages:
     """Return the stages of `evaluation` that match those of `cut`, which are `of` these in
     training.
 
-    `output`: whether the last receives the model's.
+    `output`: whether the last receives the model's. `loss_chunks`: in which it computes the loss,
+    where nobody asks for the output.
     """
     stages = matching_cut(training, cut, evaluation)
     stage_of = {
@@ -154,7 +156,7 @@ def build_evaluation(
         if not stages[stage]:
             continue
         trained = None if of is None else of[stage]
-        variant = Variant(division=division)
+        variant = Variant(division=division, loss_chunks=1 if output else loss_chunks)
         if trained is not None and trained.units is not None:
             units = matching_cut(training, trained.units.layers, evaluation)
             variant = replace(variant, units=tuple(map(tuple, units)))

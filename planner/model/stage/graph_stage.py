@@ -2,7 +2,7 @@
 model's file names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from planner.model.capture.size import is_symbolic
 from planner.model.loss import loss_of
 from planner.model.modes import set_modes
 from planner.model.randomness import reseed
+from planner.model.stage.chunked_loss import HeadAndLoss, chunked_code, end_within
 from planner.model.stage.code import FUNCTIONS, compiled
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.weights import holder_of, place_of, weights_of
@@ -156,6 +157,10 @@ class SegmentBuilder:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._regions = Regions(graph, variant.division, self._new)
+        # what runs in chunks of the tokens
+        self._end: HeadAndLoss | None = None
+        if variant.loss_chunks > 1:
+            self._end = end_within(graph, part.positions)
 
     def written(self) -> set[str]:
         """Return the names of the buffers that the built segment writes; blocks may write any of
@@ -242,8 +247,11 @@ class SegmentBuilder:
             call, *_ = layer.nodes
             values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
             self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
+        in_chunks = () if self._end is None else self._end.replaced
         for node in layer.nodes:
-            if node not in self._copies:
+            if self._end is not None and node is self._end.cross_entropy:
+                self._copy_in_chunks(self._end)
+            elif node not in self._copies and node not in in_chunks:
                 self._copy_in_regions(node)
         if self._variant.observable:
             self._show(index, layer)
@@ -298,13 +306,31 @@ class SegmentBuilder:
             self._kind = self._new.call_function(getattr, (self._device, "type"))
         return self._kind
 
-    def _copy(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
+    def _copy_in_chunks(self, end: HeadAndLoss) -> None:
+        """Call what computes the head and the loss in chunks, in place of the cross entropy.
+
+        It is not compiled: the compiler would see that chunks compute the same twice, and keep it.
+        """
+        self._region_writer.move_to(())
+        taken = (end.hidden, end.labels, *end.others)
+        self._copy_sources(taken)
+        code: Any = chunked_code(end, self._variant.loss_chunks)
+        if self._compiled:
+            code = torch.compiler.disable(code)  # type: ignore[no-untyped-call]
+        values = tuple(self._copies[node] for node in taken)
+        self._copies[end.cross_entropy] = self._new.call_function(code, values)
+
+    def _copy_sources(self, sources: Iterable[fx.Node]) -> None:
+        """Make weights and constants that an operation reads known to the code."""
+        for source in sources:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attributes[source])
             # an earlier piece has run it for itself
             elif source in self._graph.fixed and source not in self._copies:
                 self._copy(source)
+
+    def _copy(self, node: fx.Node) -> None:
+        self._copy_sources(node.all_input_nodes)
         if enters_autocast(node.target):
             self._device_kind()
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))

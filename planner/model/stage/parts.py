@@ -49,9 +49,12 @@ class Variant:
     division: DividedWeights = UNDIVIDED  # the weights that a group of ranks divides
     # all layers, by name, where replicas divide the weights of each unit
     units: tuple[tuple[str, ...], ...] = ()
+    # parts of the tokens, for each of which the head and the loss run by themselves
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
-        assert not (self.observable and (self.compiled or self.recompute))
+        assert not (self.observable and (self.compiled or self.recompute or self.loss_chunks > 1))
+        assert self.loss_chunks == 1 or not self.units
 
 
 AS_CAPTURED = Variant()

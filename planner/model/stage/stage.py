@@ -24,6 +24,7 @@ from planner.model.lengths import extent_of
 from planner.model.options import autocasting
 from planner.model.randomness import RandomKey, keep_state
 from planner.model.stage import parts
+from planner.model.stage.chunked_loss import without_chunks
 from planner.model.stage.graph_stage import SegmentBuilder, StageBlocks, numbers_of
 from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.units import Units, units_of
@@ -356,9 +357,13 @@ def _segments(
     two such groups.
     """
     units = [names for names in variant.units if names]
+    groups: Sequence[Sequence[str]] = units or variant.recompute
+    if variant.loss_chunks > 1:
+        groups = without_chunks(graph, boundary.positions, groups)
+
     segments = []
     places: dict[str, str] = {}
-    for part, recomputes in parts.divided(graph, boundary, units or variant.recompute):
+    for part, recomputes in parts.divided(graph, boundary, groups):
         builder = SegmentBuilder(graph, part, variant, weights, blocks)
         segment = builder.build()
         places |= builder.places

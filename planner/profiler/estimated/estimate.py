@@ -313,6 +313,7 @@ def profile_of_trace(
         sizes="example" if trace.with_data else None,
         products=products,
         stack=trace.stack,
+        loss_chunks=trace.loss_chunks,
     )
     return make_profile(trace.model, trace.graph, trace.extent, measurement, device, facts)
 

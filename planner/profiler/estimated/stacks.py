@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from planner.errors import InputError, did_you_mean
 from planner.formats.files import replace
 from planner.formats.names import STACKS, StackName
+from planner.formats.profile import ChunkedLoss
 from planner.profiler.estimated.devices import DEVICES, HOSTS, DeviceSpec
 from planner.profiler.estimated.execution import Execution, Flow, compiler
+from planner.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,26 @@ class Stack:
             loss_chunks=self.loss_chunks,
         )
 
-    def untrained_words(self, *, compiled: bool) -> str:
-        """Say what `plan train` does not run as this stack does; `compiled`: it compiles stages."""
+    def untrained_words(self, chunked_loss: ChunkedLoss | None, *, compiled: bool) -> str:
+        """Say what `plan train` does not run as this stack does.
+
+        Args:
+            chunked_loss: how it computes the loss; None for that of all tokens at once.
+            compiled: whether it compiles stages.
+        """
         missing = []
         if not compiled:
             missing.append("fuse chains of operations, as stages that shard weights are eager")
         if self.fuses_attention:
             missing.append("fuse attention that the model writes out")
-        if self.loss_chunks > 1:
+        if self.loss_chunks > 1 and chunked_loss is None:
             missing.append(f"compute the loss in {self.loss_chunks} chunks")
+        if self.loss_chunks > 1 and chunked_loss is not None:
+            again = format_seconds(chunked_loss.again_s)
+            missing.append(
+                f"compute the logits of the loss's {chunked_loss.chunks} chunks once ({again} more "
+                f"per microbatch)"
+            )
         return (
             f"priced with kernels of the {self.name} stack. `plan train` does not "
             f"{', nor '.join(missing)}: there it takes longer and more memory; an estimate with "

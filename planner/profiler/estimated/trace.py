@@ -104,6 +104,7 @@ class StepTrace:
     with_data: bool = False  # because its sizes depend on values
     products: EightBits | None = None  # of linear layers, where they are in 8 bits
     stack: StackName | None = None  # that ran it
+    loss_chunks: int = 1  # parts of the tokens, of which logits exist at a time
     experts: Sequence[ExpertShare] = ()  # of each layer
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
@@ -488,5 +489,6 @@ class _Tracer:
             tokens_per_sample=batch.tokens_per_sample,
             products=self.execution.products,
             stack=self.execution.stack,
+            loss_chunks=self.execution.loss_chunks,
             experts=_for_all(_experts(recorder, marks, weights), stands),
         )

@@ -371,6 +371,8 @@ def options_words(record: Profile | Plan) -> str | None:
         autocast = f"weights in {record.master_weights}, with float32 masters"
     frozen = f"frozen ones in {record.base_bits} bits" if record.base_bits else None
     products = f"products in {record.products}" if record.products else None
+    chunked = record.chunked_loss
+    in_chunks = f"the loss in {chunked.chunks} chunks of tokens" if chunked else None
     kernels = f"kernels of the {record.stack} stack" if record.stack else None
     flags = {
         "TF32": record.tf32,
@@ -378,7 +380,7 @@ def options_words(record: Profile | Plan) -> str | None:
         "deterministic": record.deterministic,
     }
     set_flags = (word for word, is_set in flags.items() if is_set)
-    words = (autocast, products, frozen, kernels, record.memory_format, *set_flags)
+    words = (autocast, products, frozen, kernels, in_chunks, record.memory_format, *set_flags)
     return ", ".join(word for word in words if word) or None
 
 

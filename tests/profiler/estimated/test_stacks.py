@@ -14,7 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from benchmarks.gpu_truth.gpt import Gpt
+from planner.api.planning import solve
 from planner.errors import InputError
+from planner.formats.cluster import flat_cluster
+from planner.formats.profile import ChunkedLoss
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DEVICES
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
@@ -203,6 +206,31 @@ def test_profiles_name_their_stack() -> None:
 
     with pytest.raises(InputError, match="cannot be estimated for a CPU"):
         estimate_profile(NET, SAMPLES, EstimateOptions("cpu", stack=COMPILED))
+
+
+def test_training_computes_the_loss_in_the_chunks_of_the_stack() -> None:
+    options = EstimateOptions("h100", "bfloat16", master_weights=True, stack=COMPILED)
+    profile = estimate_profile(NET, SAMPLES, options)
+    head = next(layer for layer in profile.layers if layer.name == "head")
+    assert profile.chunked_loss == ChunkedLoss(chunks=8, head="head", again_s=head.forward_s)
+
+    plan = solve(profile, flat_cluster(2, 1e9), microbatches=2, schedule="1f1b-flush")
+    assert plan.chunked_loss == profile.chunked_loss
+    assert "nor compute the logits of the loss's 8 chunks once" in plan.notes[-1]
+    assert "compute the loss in" not in plan.notes[-1]
+
+
+def test_a_loss_that_needs_all_logits_is_trained_whole() -> None:
+    def with_z_loss(output: Tensor, target: Tensor) -> Tensor:
+        return loss_of(output, target) + 1e-4 * torch.logsumexp(output, -1).square().mean()
+
+    spec = TrainingSpec("net", {**NET.functions, "loss": with_z_loss})
+    options = EstimateOptions("h100", "bfloat16", master_weights=True, stack=COMPILED)
+    profile = estimate_profile(spec, SAMPLES, options)
+    assert profile.chunked_loss is None
+
+    plan = solve(profile, flat_cluster(1, 1e9))
+    assert "nor compute the loss in 8 chunks" in plan.notes[-1]
 
 
 def test_every_stack_says_how_it_runs_each_group() -> None:
