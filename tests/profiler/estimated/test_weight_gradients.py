@@ -22,7 +22,7 @@ class Attention(nn.Module):
     """Attention without weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        heads = x.reshape(*x.shape[:-1], HEADS, -1).transpose(1, 2)
         mixed = scaled_dot_product_attention(heads, heads, heads)
         return mixed.transpose(1, 2).flatten(2)
 
