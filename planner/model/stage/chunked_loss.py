@@ -1,7 +1,7 @@
 """A linear head and its cross entropy over a part of the tokens at a time, so that logits of all
 tokens never exist at once.
 
-    hidden states [N, H] --chunks--> head -> logits [N/c, V] -> cross entropy -> loss of each token
+    hidden states [N, H] -> chunks -> head -> logits [N/c, V] -> cross entropy -> loss of each token
 
 Each chunk keeps its hidden states alone, and computes its logits again in the backward (Chen et al.
 2016, arXiv 1604.06174). Liger's kernel (Hsu et al. 2024, section 3.2) makes the gradients in the
