@@ -11,7 +11,6 @@ from pathlib import Path
 import planner
 from planner.cli import arguments, measured, output
 from planner.errors import ClusterError, InfeasibleError, PlannerError
-from planner.formats.plan import Plan
 from planner.options.kinds import checked_counts
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
@@ -264,7 +263,7 @@ def fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_trained_here(plan: Plan) -> bool:
+def _is_trained_here(plan: planner.Plan) -> bool:
     """Return whether the executor has what a plan is priced with: it has no frozen weights of few
     bits, no products in 8, no experts across servers, and no sharded parts of divided layers.
     """

@@ -185,11 +185,13 @@ def _times(name: str, profile: Profile) -> KindTimes:
     columns: dict[str, Any] = {
         each: tuple(getattr(layer, each) for layer in profile.layers) for each in KIND_COLUMNS
     }
+    shares = tuple(layer.weight_share for layer in profile.layers)
     return KindTimes(
         name=name,
         device=profile.device,
         source=profile.provenance.source,
         tensor=profile.tensor,
+        weight_shares=shares if any(share is not None for share in shares) else None,
         **columns,
     )
 

@@ -36,6 +36,7 @@ from planner.formats.shown import Shown
 
 _log = logging.getLogger(__name__)
 
+Share = Annotated[float, Field(ge=0, le=1)]
 Autocast = Literal["bfloat16", "float16"]
 MemoryFormat = Literal["channels-last"]
 UNKNOWN_WEIGHT_SHARE = 0.5  # of a backward, for the gradients of weights
@@ -77,7 +78,7 @@ class Layer(Record):
     accumulate_s: Seconds = 0.0
     # Of `backward_s`, for the gradients of weights, which a schedule may compute later than those
     # of inputs; None where that was neither measured nor estimated.
-    weight_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    weight_share: Share | None = None
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
     # on a CPU: processor time, without the time that other processes had
@@ -227,12 +228,22 @@ class DegreeCosts(_Times):
 class KindTimes(GrownRecord, _Times):
     """What the profile's layers cost on one kind of device, in their order."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"tensor"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"tensor", "weight_shares"})
 
     name: str  # for the cluster's `kinds`
     device: Device
+    # `weight_share` of each layer there; None where no layer's is known
+    weight_shares: tuple[Share | None, ...] | None = None
     # with layers divided over several ranks, by ascending degree
     tensor: tuple[DegreeCosts, ...] | None = None
+
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs."""
+        shares = self.weight_shares or (None,) * len(layers)
+        timed = super().applied_to(layers)
+        return [
+            replace(layer, weight_share=share) for layer, share in zip(timed, shares, strict=True)
+        ]
 
 
 class WholeStep(Record):
@@ -346,7 +357,7 @@ class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
 
     # of the steps, in which they had no core
-    waited_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    waited_share: Share | None = None
     others_cores: NonNegativeFloat | None = None  # in older files
     drift: float | None = None  # how much longer steps took in a second measurement; 0.1 is 10%
 

@@ -284,7 +284,9 @@ def _numbers_of_gpus(answer: Fit) -> Table:
     rows = [*answer.others, answer.asked]
     unit = next((_unit(row.plan) for row in rows if row.plan is not None), "")
     rows.sort(key=lambda row: row.gpus, reverse=answer.asked.plan is not None)
-    return table_of([_gpus_cells(answer, row, unit) for row in rows], "rlrrrrr")
+    cells = [_gpus_cells(answer, row, unit) for row in rows]
+    numbers = len(cells[0]) - 2  # beside the GPUs and their split
+    return table_of(cells, f"rl{'r' * numbers}")
 
 
 def _gpus_cells(answer: Fit, row: FitRow, unit: str) -> dict[str, str]:
