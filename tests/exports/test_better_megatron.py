@@ -165,7 +165,7 @@ def test_ranks_that_divide_experts_have_no_price() -> None:
 
     text = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8"
     about = question(text, SERVERS(), with_experts)
-    with pytest.raises(InputError, match="divide its experts and the samples of a microbatch here"):
+    with pytest.raises(InputError, match="shard its experts and the samples of a microbatch here"):
         answer_trainer(about, None)
 
 

@@ -70,7 +70,7 @@ def test_a_loss_of_whole_batches_is_not_divided_unless_that_is_accepted() -> Non
 def test_an_optimizer_that_combines_elements_is_not_sharded() -> None:
     cluster = planner.flat_cluster(2, "10Gbps")
 
-    with pytest.raises(InputError, match="replicas cannot divide"):
+    with pytest.raises(InputError, match="replicas cannot shard"):
         planner.price(
             of_a_model(optimizer_elementwise=False), cluster, 1, replicas=2, shard_optimizer="all"
         )
