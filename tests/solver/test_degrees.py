@@ -20,6 +20,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on, profile_at
 from planner.errors import ClusterError, InfeasibleError, PlannerError
+from planner.exports import export
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.files import replace
@@ -537,6 +538,9 @@ def test_sharded_groups_fit_where_neither_fits_alone() -> None:
     plan = find_plan(model, cluster)
     assert plan.shards_divided_layers
     assert plan.config == "2x2"
+    exported = export(plan, "torchtitan")
+    assert "tensor_parallel_degree=2" in exported
+    assert "data_parallel_shard_degree=2" in exported
 
     measured = replace(model, provenance=replace(model.provenance, source="measured"))
     with pytest.raises(InfeasibleError):
