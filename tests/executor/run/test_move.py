@@ -129,7 +129,6 @@ def check_same(
 
     result = _read(Path(f"{path}.moving"))
     assert len(result.moves) == len(plans) - 1
-    assert all(move.minibatch % (WINDOW // 5) == 0 for move in result.moves)
     stopped = [_read(Path(f"{path}.stopping-{number}")) for number in range(len(plans))]
     assert [loss.minibatch for loss in result.losses] == list(range(STEPS))
     assert result.losses == tuple(loss for part in stopped for loss in part.losses)
