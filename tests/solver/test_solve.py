@@ -139,7 +139,7 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: str) -> No
         solve(MEMORY_MODEL, flat_cluster(2, 1e9, 400), schedule=schedule, microbatches=microbatches)
     message, hint = caught.value.message, caught.value.hint
     assert "no plan fits 2 GPUs of 400 B" in message
-    assert "too many" in message
+    assert "too much" in message
     assert "`memory_bytes=" in hint
     smallest = parse_bytes(hint.split("memory_bytes=")[1].split("`")[0])
     expected = [
