@@ -74,7 +74,7 @@ def test_a_loss_of_whole_batches_is_not_divided(
     plan = contrastive_plan(path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    why = "into which 1f1b-flush divides a minibatch train on another loss"
+    why = "into which 1f1b-flush splits a minibatch train on another loss"
     with pytest.raises(InputError, match=why) as error:
         make_job(path, plan, TrainArguments())
     assert "`accept_divided_loss`" in error.value.hint
