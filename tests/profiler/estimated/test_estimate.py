@@ -153,7 +153,7 @@ def without_times(profile: Profile, but: Sequence[str] = ()) -> Profile:
     parts = [
         f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")
     ]
-    parts += ["accumulate_s", "accumulate_thread_s"]
+    parts += ["accumulate_s", "accumulate_thread_s", "weight_share"]
     times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(
         ("workspace_bytes", "update_workspace_bytes"), 0
     )
