@@ -92,16 +92,20 @@ def rows_of(runs: Sequence[Timeline], workers: Sequence[int]) -> dict[int, list[
     """
     shown: dict[int, list[Row]] = {rank: [] for rank in workers}
     for number, run in enumerate(runs):
-        events = (event for event in run.events.rows() if event.rank in shown)
-        rows: dict[tuple[int, int, int], list[Event]] = {}
-        for event, row in side_by_side(events):
-            place = (event.rank, LANE_ORDER.index(event.lane), row)
-            rows.setdefault(place, []).append(event)
-
-        for place in sorted(rows):
-            rank, lane, _ = place
-            shown[rank].append(Row(number, LANE_ORDER[lane], rows[place]))
+        events = [event for event in run.events.rows() if event.rank in shown]
+        rows = _by_place(events)
+        for rank, lane, row in sorted(rows):
+            shown[rank].append(Row(number, LANE_ORDER[lane], rows[rank, lane, row]))
     return shown
+
+
+def _by_place(events: Iterable[Event]) -> dict[tuple[int, int, int], list[Event]]:
+    """Return the events of each row of a lane of a worker."""
+    rows: dict[tuple[int, int, int], list[Event]] = {}
+    for event, row in side_by_side(events):
+        place = (event.rank, LANE_ORDER.index(event.lane), row)
+        rows.setdefault(place, []).append(event)
+    return rows
 
 
 def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:

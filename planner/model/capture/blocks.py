@@ -7,7 +7,7 @@ traced one.
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -408,20 +408,26 @@ def _description(blocks: _Named) -> str:
 
 def _graph_layer(model: nn.Module, blocks: _Named, nodes: tuple[fx.Node, ...]) -> GraphLayer:
     """Return the layer of some blocks, or of the loss where there are none."""
-    own: set[int] = set()
-    for _, module in blocks:
-        own.update(map(id, module.parameters()))
-        own.update(map(id, module.buffers()))
-    parameters = tuple(name for name, each in model.named_parameters() if id(each) in own)
-    buffers = tuple(name for name, each in model.named_buffers() if id(each) in own)
-
+    modules = [module for _, module in blocks]
+    parameters = _names_of(model.named_parameters(), [m.parameters() for m in modules])
+    buffers = _names_of(model.named_buffers(), [m.buffers() for m in modules])
     if not blocks:
         return GraphLayer(LOSS, "loss", nodes, parameters, buffers)
+
     name, _ = blocks[0]
-    kinds = [type(module).__name__ for _, module in blocks]
+    kinds = [type(module).__name__ for module in modules]
     if len(kinds) > 3:
         kinds = [*kinds[:3], "..."]
     return GraphLayer(name, "+".join(kinds), nodes, parameters, buffers)
+
+
+def _names_of(
+    named: Iterable[tuple[str, Tensor]],
+    members: Iterable[Iterable[Tensor]],
+) -> tuple[str, ...]:
+    """Return the names of the tensors that are among the members of some modules."""
+    identities = {id(tensor) for tensors in members for tensor in tensors}
+    return tuple(name for name, tensor in named if id(tensor) in identities)
 
 
 def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:

@@ -75,20 +75,26 @@ def with_experts_of_one_rank(operations: Sequence[Operation], ranks: int) -> lis
 
 
 def _of_one_rank(operation: Operation, ranks: int) -> Operation:
-    if operation.product is None:  # the gradients of all experts' matrices
-        whole_bytes = sum(size for _, size in operation.writes)
-        return replace(operation, bytes=operation.bytes - whole_bytes * (1 - 1 / ranks))
+    """Return a rank's part of an operation on the matrices of all experts."""
+    if operation.product is None:
+        gradient_bytes = sum(size for _, size in operation.writes)
+        return replace(operation, bytes=operation.bytes - _elsewhere(gradient_bytes, ranks))
 
+    # A rank has a part of the experts, and the rows of all ranks for them.
     experts, rows, columns, inner = operation.product
-    matrices = operation.reads[1:2]
-    whole_bytes = sum(size for _, size in matrices)
-    part = tuple((value, size // ranks) for value, size in matrices)
+    rows_read, matrices, *others = operation.reads
+    value, matrix_bytes = matrices
     return replace(
         operation,
         product=(max(1, experts // ranks), rows * ranks, columns, inner),
-        bytes=operation.bytes - whole_bytes * (1 - 1 / ranks),
-        reads=(*operation.reads[:1], *part, *operation.reads[2:]),
+        bytes=operation.bytes - _elsewhere(matrix_bytes, ranks),
+        reads=(rows_read, (value, matrix_bytes // ranks), *others),
     )
+
+
+def _elsewhere(size: int, ranks: int) -> float:
+    """Return the bytes of a divided value that the other ranks have."""
+    return size * (1 - 1 / ranks)
 
 
 def _reaches(flow: Flow, start: int, *, forward: bool) -> bool:

@@ -109,21 +109,26 @@ class Costs:
     def _compute_seconds(self, spec: DeviceSpec) -> Floats:
         peaks = {dtype: spec.peak(dtype) for dtype in set(self._dtypes)}
         peak = np.array([peaks[dtype] for dtype in self._dtypes], dtype=np.float64)
+        rate = peak * self._achieved(spec, peak)
+        limit = self._limits * (spec.processors or 1)
+        return np.asarray(self._flops / np.minimum(rate, limit))
 
+    def _achieved(self, spec: DeviceSpec, peak: Floats) -> Floats:
+        """Return the share of its peak that each operation reaches."""
         # Operations of the memory classes have no flops, so their share does not matter.
         of_compute = [spec.achieved_arithmetic[name] for name in COMPUTE_CLASSES]
         of_memory = [1.0] * len(MEMORY_CLASSES)
-        achieved = np.array([*of_compute, *of_memory])[self._class]
+        share = np.array([*of_compute, *of_memory])[self._class]
+
         in_eight_bits = np.isin(self._dtypes, EIGHT_BITS)
         if spec.eight_bits is not None:
-            achieved = np.where(in_eight_bits, spec.eight_bits.share, achieved)
-        if spec.processors is not None and self._products.any():
-            depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
-            depth = np.where(in_eight_bits, _DEPTH_IN_EIGHT_BITS, depth)
-            achieved = achieved * shares_of_peak(self._products, spec.processors, depth)
+            share = np.where(in_eight_bits, spec.eight_bits.share, share)
+        if spec.processors is None or not self._products.any():
+            return share
 
-        limit = self._limits * (spec.processors or 1)
-        return np.asarray(self._flops / np.minimum(peak * achieved, limit))
+        depth = np.clip(_DEPTH_PER_TFLOPS * peak / 1e12 / spec.processors, *_DEPTHS)
+        depth = np.where(in_eight_bits, _DEPTH_IN_EIGHT_BITS, depth)
+        return share * shares_of_peak(self._products, spec.processors, depth)
 
     def _memory_seconds(self, spec: DeviceSpec) -> Floats:
         shares = [spec.achieved_bandwidth[name] for name in OP_CLASSES]

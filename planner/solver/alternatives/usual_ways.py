@@ -26,7 +26,7 @@ from planner.formats.files import replace
 from planner.formats.plan_parts import OtherWay
 from planner.schedule.one_stage import FLUSH
 from planner.solver.by_hand import equal_blocks, recomputing, replicated
-from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
@@ -87,7 +87,8 @@ class Way:
 
 
 def usual_ways(request: Request, budget: Budget) -> Iterator[Way]:
-    """Yield the ways in the order of the table, each simulated as far as the budget goes.
+    """Yield the ways in the order of the table; those that fit are simulated as far as the budget
+    goes.
 
     All but the pipelines run under the request's schedule, without chunks. What does not fit the
     memory recomputes every block, unless the options forbid it.
@@ -112,7 +113,7 @@ def usual_ways(request: Request, budget: Budget) -> Iterator[Way]:
 
 
 def _data_parallel(problem: Problem) -> Iterator[Way]:
-    plain = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated(problem)]))
+    plain = _way(DATA_PARALLEL, problem, [replicated(problem)])
     yield plain
 
     fitting = _fitting(plain)
@@ -128,13 +129,13 @@ def _on_one_kind(problem: Problem) -> Iterator[Way]:
             used = ranks[: most_replicas(problem.schedule, problem.microbatches, len(ranks))]
             stage = everything_on(problem.layer_costs, cluster, used)
             name = f"{DATA_PARALLEL}, {kind.title} only"
-            yield _fitting(Way(name, problem, evaluate(problem, [stage])))
+            yield _fitting(_way(name, problem, [stage]))
 
 
 def _one_gpu(problem: Problem) -> Way:
     fastest = fastest_rank(problem.layer_costs, problem.cluster)
     stage = everything_on(problem.layer_costs, problem.cluster, [fastest])
-    return Way(ONE_GPU, problem, evaluate(problem, [stage]))
+    return _way(ONE_GPU, problem, [stage])
 
 
 def _sharded(problem: Problem) -> Iterator[Way]:
@@ -153,7 +154,7 @@ def _sharded(problem: Problem) -> Iterator[Way]:
     for sharding in usual_shardings(stage.replicas, server, whole=whole):
         within = drained if sharding.divides_gradients else problem
         sharded = replace(stage, options=stage.options.with_sharding(sharding))
-        yield _fitting(Way(sharding.title, within, evaluate(within, [sharded])))
+        yield _fitting(_way(sharding.title, within, [sharded]))
 
 
 def _drained(problem: Problem, replicas: int) -> Problem:
@@ -176,7 +177,7 @@ def _equal_stages(problem: Problem) -> Iterator[Way]:
         if gpus % count == 0 and len(stages) == count:
             most = most_replicas(problem.schedule, problem.microbatches, gpus // count)
             copied = _with_replicas(stages, most)
-            yield _fitting(Way(f"{count} {EQUAL_STAGES}", problem, evaluate(problem, copied)))
+            yield _fitting(_way(f"{count} {EQUAL_STAGES}", problem, copied))
 
 
 def _with_replicas(stages: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -188,4 +189,14 @@ def _fitting(way: Way) -> Way:
     if not way.over_memory_bytes or way.problem.rules.recompute == "never":
         return way
     stages = recomputing(way.problem.layer_costs, way.plan.stages)
-    return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))
+    return _way(f"{way.name}, recomputing", way.problem, stages)
+
+
+def _way(name: str, problem: Problem, stages: Sequence[Candidate]) -> Way:
+    """Return a way with its simulated time, or with the cost model's where it does not fit, so that
+    nobody can run it.
+    """
+    plan = priced(problem, stages)
+    if not plan.over_bytes(problem.cluster):
+        plan = simulated(problem, plan)
+    return Way(name, problem, plan)
