@@ -94,7 +94,7 @@ CHANGES = {
     ),
     "a module made": (
         "if not hasattr(self, 'scale'): self.scale = nn.Linear(1, 8)",
-        "self.scale(x[:, :1])",
+        "self.scale(x.mean(1, keepdim=True))",
         "makes parameter 'scale.weight'",
         MAKE,
         [CALLED, "model.scale = nn.Linear(1, 8)"],
