@@ -234,7 +234,7 @@ class DriftWatch:
         """Return what all workers with stages told of a window, in the order of their ranks:
         nothing where some are past it; None where some have not told it yet.
         """
-        keys = [self._key(rank, number) for rank in sorted(self._plan.ranks)]
+        keys = [self._key(rank, number) for rank in self._ranks]
         if not self._store.check(keys):
             return None
         values = self._store.multi_get(keys)
@@ -244,30 +244,43 @@ class DriftWatch:
         return told if all(each.number == number for each in told) else []
 
     def _look(self, judge: DriftJudge, told: Sequence[Told]) -> None:
-        first = told[0]
-        ranks = sorted(self._plan.ranks)
-        offsets = [self._offsets[rank] for rank in ranks]
-        events = [
-            event._replace(start_s=event.start_s + offset, end_s=event.end_s + offset)
-            for each, offset in zip(told, offsets, strict=True)
-            for event in each.events
-        ]
-        self._hosts |= {rank: each.host for rank, each in zip(ranks, told, strict=True)}
-        size = (first.end - first.first) * self._minibatch_size
-        window = Window(first.first, first.end, events, size / first.seconds, self._news())
+        """Judge a window, and tell what parted from the plan, or that nothing does any more."""
+        self._hosts |= {rank: each.host for rank, each in zip(self._ranks, told, strict=True)}
+        window = self._window(told)
         self._judged.append(window)
+
         parting = judge.look(window)
         if parting is None:
-            told_now = self._lines.passed()
+            found = self._lines.passed()
         else:
             drift, answer = self._answered(parting)
-            told_now = self._lines.found(drift)
+            found = self._lines.found(drift)
             if self._listener is not None:
                 self._listener.consider(drift, answer, clear=parting.clear)
-        if told_now is not None:
-            self._tell_all(told_now)
+
+        if found is not None:
+            self._tell_all(found)
         if self._listener is not None:
-            self._listener.look(first.end)
+            self._listener.look(window.end)
+
+    @property
+    def _ranks(self) -> list[int]:
+        """The workers with stages, in the order in which they are told."""
+        return sorted(self._plan.ranks)
+
+    def _window(self, told: Sequence[Told]) -> Window:
+        """Return what all workers told of a window, by the clock of worker 0."""
+        events = []
+        for rank, each in zip(self._ranks, told, strict=True):
+            offset_s = self._offsets[rank]
+            events += [
+                event._replace(start_s=event.start_s + offset_s, end_s=event.end_s + offset_s)
+                for event in each.events
+            ]
+
+        first = told[0]
+        samples = (first.end - first.first) * self._minibatch_size
+        return Window(first.first, first.end, events, samples / first.seconds, self._news())
 
     def _news(self) -> dict[int, float]:
         """Return what workers that are left out measured since the window before, by rank."""
@@ -291,40 +304,48 @@ class DriftWatch:
 
     def _answered(self, parting: Parting) -> tuple[Drift, Corrected | None]:
         """Return what parted, and what solving again answered."""
-        stages = {
-            rank: n for n, each in reversed([*enumerate(self._plan.stages)]) for rank in each.ranks
-        }
-        newest = self._judged[-1]
-        drift = Drift(
-            since=parting.since,
-            seen=newest.end,
-            workers=tuple(
-                WorkerDrift(rank=rank, stage=stages.get(rank), host=self._hosts[rank], ratio=ratio)
-                for rank, ratio in sorted(parting.workers.items())
-            ),
-            routes=tuple(
-                RouteDrift(ranks=ranks, ratio=ratio)
-                for ranks, ratio in sorted(parting.routes.items())
-            ),
-            config=plan_words(self._plan),
-            planned_samples_per_s=self._minibatch_size / self._plan.predicted.seconds_per_minibatch,
-            measured_samples_per_s=newest.samples_per_s,
-        )
+        drift = self._drift_of(parting)
         try:
             answer = self._solved_again(parting.since)
         except PlannerError as error:
             return replace(drift, why_not=error.message), None
-        expected = self._minibatch_size / answer.expected_s
+
+        drift = replace(drift, expected_samples_per_s=self._minibatch_size / answer.expected_s)
         if answer.better is None:
-            return replace(drift, expected_samples_per_s=expected), answer
+            return drift, answer
+
         better_s = answer.better.predicted.seconds_per_minibatch
         drift = replace(
             drift,
-            expected_samples_per_s=expected,
             better_config=plan_words(answer.better),
             better_samples_per_s=self._minibatch_size / better_s,
         )
         return drift, answer
+
+    def _drift_of(self, parting: Parting) -> Drift:
+        """Return what parted, without what another plan would give."""
+        stages: dict[int, int] = {}  # by rank, its first one
+        for number, stage in enumerate(self._plan.stages):
+            for rank in stage.ranks:
+                stages.setdefault(rank, number)
+
+        workers = tuple(
+            WorkerDrift(rank=rank, stage=stages.get(rank), host=self._hosts[rank], ratio=ratio)
+            for rank, ratio in sorted(parting.workers.items())
+        )
+        routes = tuple(
+            RouteDrift(ranks=ranks, ratio=ratio) for ranks, ratio in sorted(parting.routes.items())
+        )
+        newest = self._judged[-1]
+        return Drift(
+            since=parting.since,
+            seen=newest.end,
+            workers=workers,
+            routes=routes,
+            config=plan_words(self._plan),
+            planned_samples_per_s=self._minibatch_size / self._plan.predicted.seconds_per_minibatch,
+            measured_samples_per_s=newest.samples_per_s,
+        )
 
     def _solved_again(self, since: int) -> Corrected:
         """Ask another process, which solves for what was measured; raise PlannerError without an
