@@ -137,7 +137,7 @@ class Int8AdamW(torch.optim.Optimizer):
 
     BLOCK = 256
     LEAST = 4096  # elements of a parameter whose moments have 8 bits
-    PART = 2**22  # elements that are updated at once, so that little memory is needed beside them
+    PART = 2**24  # elements that are updated at once, so that little memory is needed beside them
 
     def __init__(
         self,

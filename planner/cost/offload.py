@@ -108,9 +108,7 @@ def _offloaded(layer: Layer, offload: OptimizerOffload, has_masters: bool) -> La
 def _divided(profile: Profile, costs: DegreeCosts, offload: OptimizerOffload) -> DegreeCosts:
     """Return the costs of one of the ranks that divide the layers, with its part offloaded."""
     has_masters = profile.master_weights is not None
-    layers = [
-        _offloaded(layer, offload, has_masters) for layer in costs.applied_to(profile.layers)
-    ]
+    layers = [_offloaded(layer, offload, has_masters) for layer in costs.applied_to(profile.layers)]
     by_tokens = costs.by_tokens
     if by_tokens is not None:
         by_tokens = _divided(profile, by_tokens, offload)

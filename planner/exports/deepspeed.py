@@ -183,7 +183,7 @@ def sections_of(run: Configuration) -> dict[str, Any]:
         zero["mics_shard_size"] = run.sharding.group
     if run.offload:
         zero["stage"] = max(1, zero["stage"])  # the first stage that DeepSpeed offloads
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        zero["offload_optimizer"] = {"device": "cpu"}
     sections: dict[str, Any] = {"zero_optimization": zero}
     if run.dtype in ("bfloat16", "float16"):
         name = "bf16" if run.dtype == "bfloat16" else "fp16"
