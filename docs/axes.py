@@ -37,9 +37,7 @@ STAGE_OPTIONS = (
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
     Axis("optimizer states in 8 bits", "`plan fit`", "yes", "yes", "no", "undivided layers"),
-    Axis(
-        "optimizer in host memory", "`--offload optimizer`", "yes", "yes", "DeepSpeed", "no"
-    ),
+    Axis("optimizer in host memory", "`--offload optimizer`", "yes", "yes", "DeepSpeed", "no"),
     Axis("offload of weights or activations", "no", "no", "no", "no", "no"),
 )
 

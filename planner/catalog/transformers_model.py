@@ -188,19 +188,19 @@ class Int8AdamW(torch.optim.Optimizer):
             )
             return
 
-        weights = parameter.view(-1).split(self.PART)
-        gradients = gradient.reshape(-1).split(self.PART)
-        scales = self.PART // self.BLOCK
-        means = state["exp_avg"].view(-1).split(self.PART)
-        mean_scales = state["exp_avg_scale"].split(scales)
-        squares = state["exp_avg_sq"].view(-1).split(self.PART)
-        square_scales = state["exp_avg_sq_scale"].split(scales)
-        for number, weight in enumerate(weights):
-            mean = self._decoded(means[number], mean_scales[number], signed)
-            square = self._decoded(squares[number], square_scales[number], unsigned)
-            self._step(weight, gradients[number], mean, square, state["step"], group)
-            self._encode(mean, means[number], mean_scales[number], signed)
-            self._encode(square, squares[number], square_scales[number], unsigned)
+        weights = parameter.view(-1)
+        gradients = gradient.reshape(-1)
+        for start in range(0, parameter.numel(), self.PART):
+            part = slice(start, start + self.PART)
+            blocks = slice(start // self.BLOCK, (start + self.PART) // self.BLOCK)
+            means = state["exp_avg"].view(-1)[part], state["exp_avg_scale"][blocks]
+            squares = state["exp_avg_sq"].view(-1)[part], state["exp_avg_sq_scale"][blocks]
+
+            mean = self._decoded(*means, signed)
+            square = self._decoded(*squares, unsigned)
+            self._step(weights[part], gradients[part], mean, square, state["step"], group)
+            self._encode(mean, *means, signed)
+            self._encode(square, *squares, unsigned)
 
     def _begin(self, state: dict[str, Tensor], parameter: nn.Parameter) -> None:
         """Make the moments of a parameter, which are 0."""
