@@ -246,6 +246,8 @@ def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] |
     """Return between which shares of the speed runs like this plan were measured; None where none
     is known.
     """
+    if problem.cluster.offload is not None:
+        return None  # no measured run is known of it
     options = [stage.options for stage in best.stages]
     degrees = degrees_of(options)
     tensor = problem.layer_costs.profile.tensor or ()

@@ -113,6 +113,7 @@ def test_a_single_stage_takes_as_much_longer_as_its_update() -> None:
     usual = planner.price(known, cluster(1, offload=None), 1, **asked)
     longer_s = update_s(40) - 2 * 1e-4
     assert offloaded.predicted.by == "simulation"
+    assert offloaded.predicted.speed_interval is None
     assert offloaded.predicted.seconds_per_minibatch == pytest.approx(
         usual.predicted.seconds_per_minibatch + longer_s
     )
