@@ -308,7 +308,7 @@ def test_an_offloaded_optimizer_fits_where_it_does_not_on_the_gpu(tmp_path: Path
 @pytest.mark.slow  # estimates and searches of a large model
 @pytest.mark.parametrize(
     ("gpus", "gpu", "fits"),
-    [(1, "a100-80gb", (False, True)), (2, "a100-80gb", (None, True)), (1, "l4", (False, False))],
+    [(1, "a100-80gb", (False, True)), (2, "a100-80gb", (None, True))],
 )
 def test_llama_8b_with_the_optimizer_on_gpus_and_on_the_host(
     gpus: int, gpu: str, fits: tuple[bool | None, bool], tmp_path: Path
