@@ -36,8 +36,9 @@ STAGE_OPTIONS = (
     Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "undivided layers"),
     Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
     Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
-    Axis("optimizer states in 8 bits", "no", "no", "no", "no", "no"),
-    Axis("offload of activations or states", "no", "no", "no", "no", "no"),
+    Axis("optimizer states in 8 bits", "`plan fit`", "yes", "yes", "no", "undivided layers"),
+    Axis("optimizer in host memory", "`--offload optimizer`", "yes", "yes", "DeepSpeed", "no"),
+    Axis("offload of weights or activations", "no", "no", "no", "no", "no"),
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.api.servers import check_rates, divisors, number_of_gpus, number_of_servers
-from planner.errors import ClusterError
+from planner.errors import ClusterError, InputError
 from planner.formats.cluster import (
     Cluster,
     DeviceKind,
@@ -59,6 +59,11 @@ class MixedServers:
         Raises:
             ClusterError: for numbers or links that contradict each other.
         """
+        if options.offload is not None:
+            raise InputError(
+                "`offload` has no price on several kinds of GPUs",
+                hint="ask about one kind, or leave out `offload`",
+            )
         counts = checked_counts(counts)
         total = counted_gpus(counts, gpus)
         number_of_gpus(total, options.servers, options.gpus_per_server)

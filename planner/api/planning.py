@@ -12,7 +12,7 @@ from planner.analysis.given_plan import price as priced
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.as_trained import as_trained
 from planner.api.own_stages import Stages, own_plan
-from planner.api.servers import check_rates, number_of_gpus, number_of_servers
+from planner.api.servers import check_rates, number_of_gpus, number_of_servers, offload_of
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import (
@@ -33,6 +33,7 @@ from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions, ScheduleOptions
 from planner.plan.trainable import check_priced
+from planner.profiler.estimated.devices import DEVICES, find_device
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
@@ -92,6 +93,9 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
     if options.sequence_parallel:
         _check_divides(profile)
         described = replace(described, sequence_parallel=True)
+    offload = offload_of(options, _kind_of(profile), _per_server(options, described))
+    if offload is not None:
+        described = replace(described, offload=offload)
     if profile is None:
         return described
     return cluster_for(profile, described)
@@ -123,6 +127,21 @@ def _kinds(options: ClusterOptions, gpus: int) -> tuple[DeviceKind, ...]:
             hint="give `kinds` as many GPUs as the cluster has",
         )
     return tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+
+
+def _kind_of(profile: Profile | None) -> str:
+    """Return the name of the profiled kind of GPU; "" for one that no table has."""
+    if profile is None:
+        return ""
+    found = find_device(profile.device.name)
+    return next((name for name, spec in DEVICES.items() if spec is found), "")
+
+
+def _per_server(options: ClusterOptions, cluster: Cluster) -> int:
+    """Return the GPUs that share a host: those of a server, or all where no servers were named."""
+    if options.servers is not None:
+        return cluster.gpus // options.servers
+    return cluster.levels[0].size
 
 
 def _check_divides(profile: Profile | None) -> None:

@@ -204,6 +204,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     device, dtype = _devices(options)  # before anything is written
     servers = _servers(gpus, options)
     _check_bits(options)
+    _check_states(options)
     _check_price(options)
     file = _model_file(model, options)
     for name in ("profile.json", "plan.json"):
@@ -301,6 +302,25 @@ def _check_bits(options: FitOptions) -> None:
         )
 
 
+def _check_states(options: FitOptions) -> None:
+    """Raise InputError for states in 8 bits that ranks divide, or that a CPU steps."""
+    if options.optimizer_states != "int8":
+        return
+    if max(options.tensor, default=1) > 1:
+        ranks = ",".join(map(str, options.tensor))
+        raise InputError(
+            f"`optimizer_states=int8` keeps a scale for 256 elements of a whole weight, of which "
+            f"each rank of `tensor={ranks}` has a part",
+            hint="leave out `tensor`, or give `optimizer_states=bfloat16`",
+        )
+    if options.offload is not None:
+        raise InputError(
+            "`optimizer_states=int8` is for GPUs: the CPU optimizers of `offload=optimizer` have "
+            "none in 8 bits",
+            hint="leave out one of both",
+        )
+
+
 def _precision(
     options: FitOptions, device: DeviceSpec | Mapping[str, DeviceSpec]
 ) -> EightBits | None:
@@ -374,6 +394,8 @@ def _degrees(options: FitOptions, servers: Servers | MixedServers) -> Sequence[i
     """
     if options.bits is not None:
         return ()  # no library divides layers whose weights have 4 bits
+    if options.optimizer_states == "int8":
+        return ()  # blocks of moments that share a scale would be on several ranks
     if options.tensor:
         return options.tensor
     size = servers.per_server
@@ -386,7 +408,8 @@ def _expert_degrees(options: FitOptions, servers: Servers | MixedServers) -> Seq
     """Return the numbers of ranks that may divide experts: the GPUs of one, two and four servers,
     each of which is estimated with as many experts as its ranks have.
     """
-    if options.bits is not None or options.tensor or isinstance(servers, MixedServers):
+    whole = options.bits is not None or options.optimizer_states == "int8"
+    if whole or options.tensor or isinstance(servers, MixedServers):
         return ()
     inside = max((degree for degree in TENSOR if servers.per_server % degree == 0), default=0)
     across = [

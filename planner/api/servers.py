@@ -5,12 +5,24 @@ make.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.errors import ClusterError
-from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
+from planner.cost.offload import optimizer_offload
+from planner.errors import ClusterError, InputError
+from planner.formats.cluster import (
+    Cluster,
+    OptimizerOffload,
+    checked_gpus,
+    flat_cluster,
+    hierarchical_cluster,
+)
 from planner.formats.files import replace
-from planner.formats.link_names import usual_between, usual_link
+from planner.formats.link_names import (
+    link_bandwidth,
+    usual_between,
+    usual_host_link,
+    usual_link,
+)
 from planner.formats.names import CodecName
-from planner.options.cluster import listed
+from planner.options.cluster import ClusterOptions, listed
 from planner.options.verbs import PER_SERVER, FitOptions
 from planner.units import counted
 
@@ -81,6 +93,30 @@ def check_rates(rates: Sequence[float | str], gpus: int, servers: int) -> None:
         )
 
 
+def offload_of(
+    options: FitOptions | ClusterOptions, gpu: str, gpus_per_server: int
+) -> OptimizerOffload | None:
+    """Return how the options offload the optimizer of so many GPUs in each server; None where they
+    do not.
+
+    Args:
+        gpu: the kind of GPU, whose usual link to the host counts where the options say none.
+    """
+    if options.offload is None:
+        if options.host_bandwidth is not None:
+            raise InputError(
+                f"`host_bandwidth={options.host_bandwidth}` is of a link that nothing crosses",
+                hint="give `offload=optimizer`, too, or leave it out",
+            )
+        return None
+    rate = options.host_bandwidth
+    if rate is None:
+        rate = usual_host_link(gpu)
+    if isinstance(rate, str):
+        rate = link_bandwidth(rate)
+    return optimizer_offload(rate, gpus_per_server)
+
+
 @dataclass(frozen=True)
 class Servers:
     """Equal servers.
@@ -91,12 +127,14 @@ class Servers:
         rates: of the links inside a server, and between servers; of the latter alone where servers
             have one GPU.
         compress: how activations are sent.
+        offload: of the optimizer, where the memory of the host has it.
     """
 
     gpus: int
     count: int
     rates: Sequence[float | str]
     compress: CodecName
+    offload: OptimizerOffload | None = None
 
     @classmethod
     def of(cls, gpus: int, options: FitOptions) -> "Servers":
@@ -123,7 +161,8 @@ class Servers:
         usual: list[float | str] = [usual_link(gpu), usual_between(gpu)]
         if 1 < count == gpus:
             usual = usual[1:]
-        return cls(gpus, count, rates + usual[len(rates) :], options.compress)
+        offload = offload_of(options, gpu, gpus // count)
+        return cls(gpus, count, rates + usual[len(rates) :], options.compress, offload)
 
     @property
     def per_server(self) -> int:
@@ -142,4 +181,4 @@ class Servers:
             least = -(-gpus // self.per_server)
             servers = next(each for each in range(least, gpus + 1) if gpus % each == 0)
             cluster = hierarchical_cluster([gpus // servers, servers], self.rates, memory)
-        return replace(cluster, compress=self.compress)
+        return replace(cluster, compress=self.compress, offload=self.offload)

@@ -69,7 +69,7 @@ class GivenRun:
     def wanted(self, options: FitOptions) -> FitOptions:
         """Return the options with what the words say; raise InputError where both say it."""
         option = self.trainer.option
-        refuse(options, option, "tokens", "tensor")
+        refuse(options, option, "tokens", "tensor", "offload")
         if not isinstance(options.gpu, str):
             raise InputError(
                 f"`{option}` has no price on several kinds of GPUs",
@@ -95,6 +95,7 @@ class GivenRun:
             dtype=run.dtype or options.dtype,
             autocast=run.autocast or options.autocast,
             precision=run.precision or options.precision,
+            offload="optimizer" if run.offload else None,
             stack=options.stack or run.stack,
             servers=servers,
         )
@@ -324,6 +325,7 @@ def _as_run(found: Plan, given: Configuration) -> list[Configuration]:
             dtype=given.dtype,
             autocast=given.autocast,
             precision=given.precision,
+            offload=given.offload,
             stack=given.stack,
         )
     ]

@@ -92,6 +92,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
+    arguments.add_options(parser, FitOptions, "offload", "host_bandwidth")
     arguments.add_options(parser, FitOptions, "lora", "bits", "optimizer_states")
     arguments.add_options(parser, FitOptions, "megatron", "torchtitan", "deepspeed", "accelerate")
     arguments.add_options(
@@ -165,7 +166,7 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     train = ""
     if plan.divides_sequences:
         train = f", or plan export --to torchtitan{named}"
-    elif plan.trainable:
+    elif plan.trainable and plan.cluster.offload is None:
         train = f", or plan train MODEL.py{named}"
     return f"next: plan report{named}{profile}{train}"
 
@@ -265,10 +266,12 @@ def fit(args: argparse.Namespace) -> int:
 
 def _is_trained_here(plan: planner.Plan) -> bool:
     """Return whether the executor has what a plan is priced with: it has no frozen weights of few
-    bits, no products in 8, no experts across servers, and no sharded parts of divided layers.
+    bits, no products in 8, no experts across servers, no sharded parts of divided layers, and no
+    optimizer in the memory of the host.
     """
     in_few_bits = plan.base_bits is not None or plan.products is not None
-    return not (in_few_bits or plan.experts_across or plan.shards_divided_layers)
+    offloaded = plan.cluster.offload is not None
+    return not (in_few_bits or offloaded or plan.experts_across or plan.shards_divided_layers)
 
 
 def price(args: argparse.Namespace) -> int:

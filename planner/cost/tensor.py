@@ -15,6 +15,7 @@ from planner.cost.context import group_sums_s, waited
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link, ring_all_reduce_s
 from planner.cost.network.topology import Topology
+from planner.cost.offload import with_offload
 from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
@@ -243,7 +244,7 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
         ]
 
     return LayerCosts(
-        expected(profile),
+        with_offload(expected(profile), cluster.offload),
         dividing=dividing,
         codec=CODECS[cluster.compress],
         source=profile,

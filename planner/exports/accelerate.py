@@ -264,6 +264,9 @@ def _deepspeed(said: Settings, asked: Asked) -> Configuration:
         sharding = UNSHARDED
 
     section = "deepspeed_config."
+    offload = said.values.get(f"{section}offload_optimizer_device") == "cpu"
+    if offload:
+        said.get(f"{section}offload_optimizer_device")
     batches = Batches(said.file, accumulation=said.count(f"{section}gradient_accumulation_steps"))
     micro, whole = batches.settled(asked, asked.gpus)
     return Configuration(
@@ -273,6 +276,7 @@ def _deepspeed(said: Settings, asked: Asked) -> Configuration:
         recomputes=bool(asked.recomputes),
         sharding=sharding,
         dtype=dtype,
+        offload=offload,
     )
 
 
@@ -308,10 +312,13 @@ def _as_deepspeed(run: Configuration) -> dict[str, Any]:
     zero = deepspeed.sections_of(run)["zero_optimization"]
     if run.tensor > 1 or run.sharding.group:
         raise PlanError("accelerate's keys have no form for groups; DeepSpeed's file has")
-    return {
+    content: dict[str, Any] = {
         "zero_stage": zero["stage"],
         "gradient_accumulation_steps": run.accumulation(run.gpus),
     }
+    if run.offload:
+        content["offload_optimizer_device"] = zero["offload_optimizer"]["device"]
+    return content
 
 
 def _as_megatron(run: Configuration) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Configuration:
         dtype: of weights and products, where the file says it.
         autocast: whether weights are in float32, with products in `dtype`.
         precision: of products in 8 bits, where the file says it.
+        offload: whether masters and the optimizer's state are in the memory of the host.
         stack: of kernels that run the operators, where that is known.
         unknown: what is not understood, with its values, as it was written.
         remarks: sentences on what is priced in another way than the trainer does it.
@@ -91,6 +92,7 @@ class Configuration:
     dtype: str | None = None
     autocast: bool = False
     precision: EightBits | None = None
+    offload: bool = False
     stack: StackName | None = None
     unknown: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from planner.schedule.one_stage import FLUSH
 from planner.stages.sharding import UNSHARDED, ZERO_STAGES, Sharding
 
 TENSOR = "tensor_parallel.autotp_size"
+OFFLOAD = "zero_optimization.offload_optimizer.device"
 _NEUTRAL = (
     *("optimizer.params.*", "scheduler.*", "gradient_clipping", "steps_per_print", "dump_state"),
     *("wall_clock_breakdown", "wandb.*", "csv_monitor.*", "tensorboard.*", "comet.*"),
@@ -70,6 +71,9 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
     if sharding.divides_weights:
         sharding = sharding.in_groups(_group(said, copies))
     _understand_optimizer(said)
+    offload = said.values.get(OFFLOAD) == "cpu"
+    if offload or said.values.get(OFFLOAD) == "none":
+        said.get(OFFLOAD)
     dtype = _dtype(said)
     autocast = _understand_autocast(said)
     return Configuration(
@@ -81,6 +85,7 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
         sharding=sharding if copies > 1 else UNSHARDED,
         dtype=dtype,
         autocast=autocast,
+        offload=offload,
         stack="eager",
         unknown=said.left(_NEUTRAL, _PRICED),
         remarks=_remarks(said, asked),
@@ -176,6 +181,9 @@ def sections_of(run: Configuration) -> dict[str, Any]:
         raise PlanError("DeepSpeed's groups of replicas shard weights")
     if run.sharding.group:
         zero["mics_shard_size"] = run.sharding.group
+    if run.offload:
+        zero["stage"] = max(1, zero["stage"])  # the first stage that DeepSpeed offloads
+        zero["offload_optimizer"] = {"device": "cpu"}
     sections: dict[str, Any] = {"zero_optimization": zero}
     if run.dtype in ("bfloat16", "float16"):
         name = "bf16" if run.dtype == "bfloat16" else "fp16"

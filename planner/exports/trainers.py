@@ -131,6 +131,7 @@ def configuration_of(plan: Plan) -> Configuration:
         recomputed_layers=None if whole or not any(recomputed) else max(recomputed),
         sequence_parallel=plan.cluster.sequence_parallel and plan.ranks_per_replica > 1,
         sharding=plan.stages[0].sharding if plan.replicas[0] > 1 else Sharding(),
+        offload=plan.cluster.offload is not None,
     )
     if len(set(counts)) > 1:
         return replace(run, stage_layers=counts)

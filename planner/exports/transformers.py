@@ -60,6 +60,11 @@ def target_of(plan: Plan, system: str) -> Target:
         raise PlanError(
             problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`"
         )
+    if plan.cluster.offload is not None:
+        raise PlanError(
+            f"the export for {system} has no form for an optimizer in the memory of the host",
+            hint="`plan fit` with `deepspeed=FILE` writes DeepSpeed's; or solve without `offload`",
+        )
     replicas = plan.replicas[0]
     pipeline = plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]

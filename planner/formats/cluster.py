@@ -134,13 +134,21 @@ class CodecTime(Record):
     s_per_byte: Seconds  # of a byte on the link, at either end
 
 
+class OptimizerOffload(Record):
+    """Masters and the optimizer's state are in the memory of the host, whose CPU steps them."""
+
+    link_bytes_per_s: BytesPerSecond  # between a GPU and that memory, in each direction
+    # of that memory, which a GPU's part of the step reads and writes
+    step_bytes_per_s: BytesPerSecond
+
+
 class Cluster(Shown, GrownRecord):
     """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after
     another.
     """
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"backend", "compress", "codec_times", "sequence_parallel"}
+        {"backend", "compress", "codec_times", "sequence_parallel", "offload"}
     )
 
     schema_version: Literal[1] = 1
@@ -153,6 +161,7 @@ class Cluster(Shown, GrownRecord):
     codec_times: tuple[CodecTime, ...] = ()  # where measured; other codecs count no time
     # groups divide layers by tokens, too, where each rank would compute the same
     sequence_parallel: bool = False
+    offload: OptimizerOffload | None = None  # None: masters and states are on the GPUs
     # all devices by rank, where they differ; empty: all are like the profiled one
     kinds: tuple[DeviceKind, ...] = ()
 

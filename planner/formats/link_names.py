@@ -53,6 +53,16 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
     "pcie5": ("rtx-pro-6000", "mi300x", "mi325x", "mi355x"),
     "4GB/s": ("t4", "l4", "a10g"),
 }
+# To the memory of the host, 16 lanes of PCIe by the data sheets. The two with a Grace CPU have
+# NVLink-C2C, 450 GB/s each way, of which the share of other NVLinks is assumed.
+_TO_HOST: Mapping[str, tuple[str, ...]] = {
+    "pcie3": ("titan-x", "titan-x-pascal", "p100", "v100", "v100-pcie", "t4"),
+    "pcie5": (
+        *("rtx-5090", "rtx-pro-6000", "h100", "h200", "b200", "b300"),
+        *("mi300x", "mi325x", "mi355x"),
+    ),
+    "nvlink4": ("gh200", "gb200"),
+}
 BETWEEN_SERVERS = "100Gbps"
 # Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and
 # P6 of AWS; GB200 NVL72, eight of its GPUs), and with 800 for each (DGX B300).
@@ -67,6 +77,13 @@ def usual_link(device: str) -> str:
     unknown one.
     """
     return next((link for link, devices in _INSIDE.items() if device.lower() in devices), "pcie4")
+
+
+def usual_host_link(device: str) -> str:
+    """Return the link of such a GPU to the memory of its host; 16 lanes of PCIe 4 for an unknown
+    one.
+    """
+    return next((link for link, devices in _TO_HOST.items() if device.lower() in devices), "pcie4")
 
 
 def usual_between(device: str) -> str:

@@ -58,6 +58,7 @@ CODECS: dict[CodecName, Codec] = {
 }
 
 EightBits = Literal["fp8", "mxfp8"]  # formats of products of linear layers
-StateName = Literal["float32", "bfloat16"]  # types of an optimizer's moments
+StateName = Literal["float32", "bfloat16", "int8"]  # types of an optimizer's moments
+OffloadName = Literal["optimizer"]  # what is kept in the memory of the host
 StackName = Literal["eager", "compiled", "megatron"]  # what runs a model's operators in estimates
 STACKS: tuple[StackName, ...] = get_args(StackName)

@@ -134,6 +134,15 @@ class Plan(DividedSequences, Shown, GrownRecord):
     # for the GPUs that are left without one host, without two, ...
     smaller: tuple["Plan", ...] = ()
 
+    @property
+    def host_bytes(self) -> dict[int, int]:
+        """What each GPU, by rank, has in the memory of its host, of all its stages."""
+        held: Counter[int] = Counter()
+        for stage in self.stages:
+            for rank in stage.ranks:
+                held[rank] += stage.host_bytes
+        return dict(held)
+
     def noting(self, sentence: str) -> "Plan":
         return replace(self, notes=(*self.notes, sentence))
 

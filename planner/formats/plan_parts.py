@@ -179,6 +179,8 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
     # within the seconds above; None: on links of the group's own, or nothing
     exchanged: Exchanged | None = None
     memory: StageMemory
+    # of the host's memory, for each of the ranks: masters and states that are offloaded to it
+    host_bytes: Bytes = 0
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -190,7 +192,7 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
             "forward_shares",
             "backward_shares",
         }
-        | {"exchanged", "shard_group", "weights_s"}
+        | {"exchanged", "shard_group", "weights_s", "host_bytes"}
     )
 
     @property

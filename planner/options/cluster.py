@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 
 from planner.errors import ClusterError
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, known_rate
-from planner.formats.names import CODECS, PLANNED, CodecName
+from planner.formats.names import CODECS, PLANNED, CodecName, OffloadName
 from planner.options.numbers import is_count
 from planner.options.option import Options, option
 from planner.units import parse_bytes, parse_seconds
@@ -146,10 +146,26 @@ class ClusterOptions(Options):
         "sequence parallelism: tensor-parallel ranks also shard norms and dropouts, by tokens",
         advanced=True,
     )
+    offload: OffloadName | None = option(
+        None,
+        "optimizer: keep masters and the optimizer's state in the memory of the host, whose CPU "
+        "steps them (ZeRO-Offload), to say what fits and how fast it would be; `plan train` does "
+        "not run it",
+        told="all on the GPUs",
+        advanced=True,
+    )
+    host_bandwidth: float | str | None = option(
+        None,
+        "with `offload`: bandwidth of each GPU's link to the memory of its host, as in pcie4",
+        "RATE",
+        parse=known_rate,
+        told="what its kind has, else pcie4",
+        advanced=True,
+    )
     cluster: str | Path | None = option(
         None,
-        "read the cluster from cluster.json; of the other options only `memory`, `compress` and "
-        "`sequence_parallel` then apply",
+        "read the cluster from cluster.json; of the other options only `memory`, `compress`, "
+        "`sequence_parallel` and `offload` then apply",
         "FILE",
         parse=Path,
     )

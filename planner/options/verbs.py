@@ -11,6 +11,7 @@ from planner.formats.names import (
     Backend,
     CodecName,
     DeviceType,
+    OffloadName,
     StackName,
     StateName,
 )
@@ -107,6 +108,8 @@ class FitOptions(SolveOptions):
         told=f"{PLANNED} of what its kind has",
     )
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
+    offload: OffloadName | None = same(ClusterOptions, "offload")
+    host_bandwidth: float | str | None = same(ClusterOptions, "host_bandwidth")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
     lora: int | None = option(
         None,
@@ -125,7 +128,7 @@ class FitOptions(SolveOptions):
     optimizer_states: StateName = option(
         "float32",
         "type of AdamW's moments in the model file that is written: bfloat16 halves their memory, "
-        "with a second beta of 0.95",
+        "with a second beta of 0.95; int8 keeps a byte of each, with a scale for every 256",
         advanced=True,
     )
     megatron: str | None = option(

@@ -59,6 +59,13 @@ def check_base(plan: Plan) -> None:
             hint="make a plan with `tensor=1`; or train with torchtitan, where the plan says how "
             "fast that may be and what fits",
         )
+    if plan.cluster.offload is not None:
+        raise PlanError(
+            "the plan has masters and the optimizer's state in the memory of the host, whose CPU "
+            "steps them, and the executor has them on the GPUs, where they take more memory",
+            hint="make a plan without `offload`; or train with DeepSpeed, where the plan says how "
+            "fast that may be and what fits",
+        )
     if plan.products is not None:
         raise PlanError(
             f"the plan is for products in {plan.products}, and the executor computes them in "

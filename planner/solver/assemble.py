@@ -7,8 +7,10 @@ import numpy as np
 from planner.cost.candidate import Candidate, whole_stage
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
+from planner.cost.offload import host_bytes
 from planner.cost.price_with_copies import price_with_copies
 from planner.cost.utilisation import utilisation
+from planner.cost.weight_copies import copied_in
 from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
@@ -130,6 +132,7 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
     names = [layer.name for layer in layer_costs.profile.layers]
     ranks = on_ranks(best.ranks, degrees_of(stage.options for stage in best.stages))
     seconds = stage_costs(layer_costs, best.stages, problem.setting)
+    offloaded = _host_bytes(problem, best.stages)
 
     for number, stage in enumerate(best.stages):
         costs = seconds[number]
@@ -158,7 +161,28 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             backward_shares=costs.backward_shares,
             exchanged=costs.exchanged,
             memory=best.price.memory[number],
+            host_bytes=offloaded[number],
         )
+
+
+def _host_bytes(problem: Problem, stages: Sequence[Candidate]) -> list[int]:
+    """Return what each of a stage's ranks has in the memory of its host, duplicates of weights
+    that other stages have among it.
+    """
+    if problem.cluster.offload is None:
+        return [0] * len(stages)
+    layer_costs = problem.layer_costs
+    layers = layer_costs.profile.layers
+    copies = copied_in(layer_costs, stages)
+    offloaded = []
+    for stage, copied in zip(stages, copies, strict=True):
+        names = [layers[index].name for index in stage.layers]
+        names += [layer.name for layer in copied]
+        options = stage.options
+        offloaded.append(
+            host_bytes(layer_costs.given, names, options.ranks_per_replica, options.shards)
+        )
+    return offloaded
 
 
 def _recompute_words(stage: Candidate, names: Sequence[str]) -> bool | tuple[tuple[str, ...], ...]:
@@ -222,6 +246,8 @@ def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] |
     """Return between which shares of the speed runs like this plan were measured; None where none
     is known.
     """
+    if problem.cluster.offload is not None:
+        return None  # no measured run is known of it
     options = [stage.options for stage in best.stages]
     degrees = degrees_of(options)
     tensor = problem.layer_costs.profile.tensor or ()

@@ -266,22 +266,72 @@ def test_fit_counts_what_is_trained(tmp_path: Path) -> None:
         planner.train(tmp_path / "4" / "model.py", quantized)
 
 
-def test_states_in_bfloat16_take_half_the_memory(tmp_path: Path) -> None:
-    """Beside masters of 4 bytes: two moments of 4 bytes, or of 2."""
+def test_states_of_fewer_bits_take_less_memory(tmp_path: Path) -> None:
+    """Beside masters of 4 bytes: two moments of 4 bytes, of 2, or of 1 and a scale."""
     pytest.importorskip("transformers", reason=HF)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     asked: dict[str, Any] = {"gpu": "h100", "length": 16, "batch_size": 1, "time_limit_s": 20}
     sizes = []
-    for states in ("float32", "bfloat16"):
+    for states in ("float32", "bfloat16", "int8"):
         folder = tmp_path / states
         planner.fit(tmp_path / "config.json", 2, optimizer_states=states, place=folder, **asked)
         layers = planner.load_profile(folder / "profile.json").layers
         sizes.append(sum(layer.optimizer_bytes for layer in layers))
     assert sizes[1] == pytest.approx(sizes[0] * 8 / 12, rel=0.01)
+    assert sizes[2] == pytest.approx(sizes[0] * (4 + 2 * (1 + 4 / 256)) / 12, rel=0.02)
     plan = planner.load_plan(tmp_path / "bfloat16" / "plan.json")
     assert plan.chunked_loss is not None
     assert plan.chunked_loss.head == "lm_head"
     assert "nor compute the logits of the loss's 8 chunks once" in plan.notes[-1]
+
+
+def test_an_offloaded_optimizer_fits_where_it_does_not_on_the_gpu(tmp_path: Path) -> None:
+    """The host has masters and moments, 12 bytes of each weight; its memory is in the answer."""
+    pytest.importorskip("transformers", reason=HF)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    asked: dict[str, Any] = {"gpu": "h100", "length": 16, "batch_size": 1, "minibatch": 4}
+    usual = planner.fit(tmp_path / "config.json", 1, place=tmp_path / "usual", **asked)
+    offloaded = planner.fit(
+        tmp_path / "config.json", 1, offload="optimizer", place=tmp_path / "there", **asked
+    )
+    plans = usual.asked.plan, offloaded.asked.plan
+    assert plans[0] is not None
+    assert plans[1] is not None
+    states = plans[0].stages[0].memory.optimizer_bytes
+    assert plans[1].host_bytes == {0: states}
+    assert plans[1].stages[0].memory.optimizer_bytes == 0
+    assert "on the host" in str(offloaded)
+    with pytest.raises(PlanError, match="in the memory of the host, whose CPU steps them"):
+        planner.train(tmp_path / "there" / "model.py", plans[1])
+
+
+@pytest.mark.slow  # estimates and searches of a large model
+@pytest.mark.parametrize(
+    ("gpus", "gpu", "fits"),
+    [(1, "a100-80gb", (False, True)), (2, "a100-80gb", (None, True))],
+)
+def test_llama_8b_with_the_optimizer_on_gpus_and_on_the_host(
+    gpus: int, gpu: str, fits: tuple[bool | None, bool], tmp_path: Path
+) -> None:
+    """8.03 billion weights of 2 bytes with gradients of 4 stay on the GPUs: 48 GB. None: not
+    asked.
+    """
+    pytest.importorskip("transformers", reason=HF)
+    asked: dict[str, Any] = {"gpu": gpu, "batch_size": 1, "minibatch": 32, "time_limit_s": 120}
+    for offload, fitting in zip((None, "optimizer"), fits, strict=True):
+        if fitting is None:
+            continue
+        asked |= {"offload": offload, "place": tmp_path / str(offload)}
+        plan = planner.fit("llama-3.1-8b", gpus, **asked).asked.plan
+        assert (plan is not None) == fitting
+        if plan is None or offload is None:
+            continue
+        copies = max(1, sum(plan.host_bytes.values()) // (12 * 8 * 10**9))
+        assert sum(plan.host_bytes.values()) == pytest.approx(copies * 12 * 8.03e9, rel=0.01)
+        if gpus == 1:
+            link, step = 0.8 * 31.5e9, 28 * 10e9 / 2.57
+            update_s = 8.03e9 * ((4 + 2) / link + (2 * 12 + 4 + 2) / step)
+            assert plan.stages[0].update_s == pytest.approx(update_s, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,20 @@ fits where the given run does not.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner.api.trainer_run import GivenRun, TrainerQuestion, answer_trainer, stages_of
+from planner.errors import InputError
 from planner.exports.configuration import Asked
 from planner.exports.trainers import TRAINERS
 from planner.formats.fit import TrainerRun
+from planner.options.verbs import FitOptions
 from planner.reporting.tables.trainer_run import trainer_run_report
 from planner.solver.clock import Clock
+from planner.stages.sharding import UNSHARDED
 from tests.exports.test_better_megatron import MB, SERVERS, model
 
 BY_OPTION = {trainer.option: trainer for trainer in TRAINERS}
@@ -83,3 +87,39 @@ def test_what_the_script_says_is_named() -> None:
     assert "in the script" in report
     assert "samples per forward" in report
     assert "fsdp_config.fsdp_offload_params: true" in report
+
+
+OFFLOADED = {
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 64,
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def test_an_offloaded_optimizer_is_read_priced_and_written() -> None:
+    about = Asked(gpus=8, file=Path("file"))
+    deepspeed = BY_OPTION["deepspeed"]
+    run = deepspeed.read(json.dumps(OFFLOADED), about)
+    assert (run.offload, run.unknown) == (True, ())
+    written = json.loads(deepspeed.write(run, ""))["zero_optimization"]
+    assert written == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    unsharded = replace(run, sharding=UNSHARDED)
+    assert json.loads(deepspeed.write(unsharded, ""))["zero_optimization"]["stage"] == 1
+    with pytest.raises(InputError, match="`offload` has no meaning with `deepspeed`"):
+        GivenRun(deepspeed, "", run, about).wanted(FitOptions(offload="optimizer"))
+    assert GivenRun(deepspeed, "", run, about).wanted(FitOptions()).offload == "optimizer"
+
+
+def test_accelerate_has_a_key_for_an_offloaded_optimizer() -> None:
+    pytest.importorskip("yaml")
+    text = (
+        "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\n"
+        "deepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: cpu\n"
+        "  gradient_accumulation_steps: 8\n"
+    )
+    about = Asked(gpus=8, micro_batch=1, file=Path("file"))
+    accelerate = BY_OPTION["accelerate"]
+    run = accelerate.read(text, about)
+    assert (run.offload, run.unknown) == (True, ())
+    assert "offload_optimizer_device: cpu" in accelerate.write(run, text)
+    assert accelerate.read(accelerate.write(run, text), about).offload

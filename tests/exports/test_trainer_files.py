@@ -243,10 +243,8 @@ def read(option: str, content: str | dict[str, Any], **asked: Any) -> Configurat
                 "global_batch": 32,
                 "sharding": Sharding(3),
                 "dtype": "float16",
-                "unknown": (
-                    'zero_optimization.offload_optimizer.device: "cpu"',
-                    "zero_optimization.sub_group_size: 1000000000.0",
-                ),
+                "offload": True,
+                "unknown": ("zero_optimization.sub_group_size: 1000000000.0",),
             },
         ),
         (

@@ -217,6 +217,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("GPUs", _gpus_line(plan)),
         ("links", links_line(plan)),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
+        ("on the host", words.host_line(plan)),
         ("split", split + words.unused_gpus(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),
         ("gradients", words.staleness_line(plan) if plan.staleness else None),

@@ -122,6 +122,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
             "device",
             device_words(plan.device) if plan.device.name != "unknown" else None,
         ),
+        ("on the host", host_line(plan)),
         ("lengths", lengths_line(plan)),
         ("stages run", options_words(plan)),
     ]
@@ -205,6 +206,20 @@ def _losses(plan: Plan) -> list[tuple[str, str | None]]:
             "writes any"
         )
     return [("copies", copies), ("a loss", moves)]
+
+
+def host_line(plan: Plan) -> str | None:
+    """Say how much memory of the hosts a plan needs; None where nothing is offloaded to it."""
+    if plan.cluster.offload is None:
+        return None
+    held = plan.host_bytes
+    each = ""
+    if len(held) > 1:
+        each = f", of one GPU {format_bytes(max(held.values()))} at most"
+    return (
+        f"masters and optimizer states, which take {format_bytes(sum(held.values()))} of its "
+        f"memory{each}; its CPU steps them"
+    )
 
 
 def lengths_line(plan: Plan) -> str | None:
@@ -315,6 +330,8 @@ def cluster_line(cluster: Cluster) -> str:
         levels += f", activations sent as {cluster.compress}"
     if cluster.sequence_parallel:
         levels += ", sequence parallelism in tensor-parallel groups"
+    if cluster.offload is not None:
+        levels += f", {format_bandwidth(cluster.offload.link_bytes_per_s)} to the host's memory"
     levels += "" if cluster.overlap else ", where messages take time from computation"
     if not cluster.kinds:
         measured = ""
