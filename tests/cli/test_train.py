@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from planner.cli.main import main
 from planner.formats.plan import load_plan, save_plan
 from planner.formats.timeline import Timeline
 from planner.model.spec import load_model_file
@@ -23,6 +24,7 @@ from tests.campaigns.kills.workers import minibatch_of, store_of, workers_of
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.executor.processes import run_workers
 
 pytestmark = pytest.mark.usefixtures("warm_start")
 
@@ -185,6 +187,17 @@ def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
     )
 
 
+def _train_alone(arguments: Sequence[str]) -> None:
+    os.chdir(arguments[0])
+    assert main(["train", "model.py", "--steps", "3"]) == 2
+
+
+def test_another_number_of_workers_is_refused(folder: Path, tmp_path: Path) -> None:
+    run_workers(_train_alone, [str(folder)], tmp_path / "log", 1)
+    assert "error: plan '1-1' needs 2 workers, but 1 were started" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
 def test_torchrun_with_another_number_of_workers_is_refused(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "planner", "train", "model.py", "--steps", "3"]
@@ -284,6 +297,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     assert not any(is_alive(worker) for worker in workers)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher(folder: Path) -> None:
     process, workers = start_long_run(folder)
     process.kill()
