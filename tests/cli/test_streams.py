@@ -94,13 +94,10 @@ def test_what_a_model_file_starts_prints_nothing_amid_an_answer(
     assert json.loads(done.stdout)["layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(
-    "command",
-    [
-        "$PLAN train model.py --steps 2",
-        pytest.param(f'{sys.executable} -c "{SCRIPT}"', marks=pytest.mark.slow),
-    ],
+    "command", ["$PLAN train model.py --steps 2", f'{sys.executable} -c "{SCRIPT}"']
 )
 def test_workers_of_a_process_with_closed_streams_train(tmp_path: Path, command: str) -> None:
     path = write_model(tmp_path, "convolutional", "sgd", more=STREAMS).rename(tmp_path / "model.py")

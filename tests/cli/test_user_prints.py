@@ -67,6 +67,8 @@ def dataset():
 
 def on_update(minibatch, loss, metrics):
     say("on_update")
+    with open("streams", "w") as file:
+        file.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
 """
 
 
@@ -102,8 +104,15 @@ def assert_alone(code: int, stdout: str, stderr: str, places: Sequence[str]) -> 
 
 
 def test_the_answer_of_workers_is_alone_on_stdout(folder: Path) -> None:
-    done = _own_process("train", "model.py", "--steps", "2", "--json", cwd=folder)
+    """Where stdin is closed, it leads nowhere for them."""
+    shell = f"{sys.executable} -m planner train model.py --steps 2 --json <&-"
+    done = subprocess.run(
+        shell, cwd=folder, capture_output=True, text=True, timeout=240, shell=True
+    )
     assert done.returncode == 0, done.stderr
+    stdin, stdout, stderr = (folder / "streams").read_text("utf-8").split()
+    assert stdin == os.devnull
+    assert stdout == stderr, "while `plan` runs, stdout leads to stderr"
     places = ["the module", "dataset", "an item", "on_update"]
     assert_alone(done.returncode, done.stdout, done.stderr, places)
 
