@@ -8,23 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from planner.cli.main import main
+from planner.errors import PlanError
+from planner.executor.run.agreement import start_worker
 from planner.formats.plan import load_plan, save_plan
 from planner.formats.timeline import Timeline
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
+from planner.workers.job import Job
 from tests.campaigns.kills.workers import minibatch_of, store_of, workers_of
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
-from tests.executor.processes import run_workers
 
 pytestmark = pytest.mark.usefixtures("warm_start")
 
@@ -173,14 +174,13 @@ def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
     )
 
 
-def _train_alone(arguments: Sequence[str]) -> None:
-    os.chdir(arguments[0])
-    assert main(["train", "model.py", "--steps", "3"]) == 2
-
-
-def test_another_number_of_workers_is_refused(folder: Path, tmp_path: Path) -> None:
-    run_workers(_train_alone, [str(folder)], tmp_path / "log", 1)
-    assert "error: plan '1-1' needs 2 workers, but 1 were started" in (tmp_path / "log").read_text()
+def test_another_number_of_workers_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = Job(model=str(folder / "model.py"), plan=load_plan(folder / "plan.json"), steps=3)
+    with pytest.raises(PlanError, match="plan '1-1' needs 2 workers, but 1 were started"):
+        start_worker(job)
 
 
 @pytest.mark.slow

@@ -137,10 +137,19 @@ def test_the_answer_is_alone_on_stdout(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process, whose streams are files for as long."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
-    code = main(arguments)
+    """In this process, whose descriptors lead to files for as long."""
+    streams = {
+        "stdout": os.fdopen(1, "w", closefd=False),
+        "stderr": os.fdopen(2, "w", closefd=False),
+    }
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        for name, stream in streams.items():
+            patch.setattr(sys, name, stream)
+            patch.setattr(sys, f"__{name}__", stream)
+        code = main(arguments)
+        for stream in streams.values():
+            stream.close()
     out, err = capfd.readouterr()
     assert_alone(code, out, err, places)
 
