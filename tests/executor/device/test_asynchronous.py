@@ -52,13 +52,13 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
     found = {(str(run), seed): finding(run, seed) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 10
+    assert len(cases) >= 10
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(REAL[::16] + DIVIDING[::48]),
+        drawn(REAL[::10] + DIVIDING[::24]),
         pytest.param([(run, seed) for run in REAL + DIVIDING for seed in SEEDS[:3]], marks=SLOW),
     ],
     ids=["some", "all"],

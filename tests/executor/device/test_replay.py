@@ -58,7 +58,7 @@ def test_no_wait_for_a_device_closes_a_circle(shapes: list[Run]) -> None:
     close no circle.
     """
     assert not {str(run) for run in shapes if deadlocks(recorded(run), waiting=range(run.workers))}
-    assert len(shapes) > 15
+    assert len(shapes) >= 15
 
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
