@@ -20,6 +20,7 @@ from planner.formats.plan import save_plan
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.executor.processes import _warm
 from tests.small_disk import small_disk
 
 TIMEOUT_S = 200
@@ -118,6 +119,7 @@ def assert_result(done: subprocess.CompletedProcess[str], code: int, *missing: s
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """What sets the folder for temporary files."""
+    _warm()  # has one of its own, which outlives the test
 
     def temporary(folder: Path) -> None:
         monkeypatch.setenv("TMPDIR", str(folder))
