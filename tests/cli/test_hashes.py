@@ -9,6 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from planner import hashes
+from planner.formats.plan import load_plan
+from planner.workers.job import Job
+from planner.workers.launch import launching
+from tests.cli import in_process
+from tests.executor.processes import run_jobs
+
 MODEL = """
 import torch
 from torch import nn
@@ -61,8 +70,34 @@ def plan(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_profile_is_of_the_graph_that_workers_capture(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model file, and a plan from a profile that a process of its own made."""
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     plan(tmp_path, "profile", "model.py", "--batch-size", "4", "--seconds", "0.05")
-    plan(tmp_path, "price", "--stages", "2", "--gpus", "2", "--bandwidth", "1Gbps")
-    plan(tmp_path, "train", "model.py", "--steps", "2")
+    cluster = ("--gpus", "2", "--bandwidth", "1Gbps")
+    priced = in_process.plan("price", "--stages", "2", *cluster, cwd=tmp_path)
+    assert priced.returncode == 0, priced.stderr
+    return tmp_path
+
+
+def test_a_profile_is_of_the_graph_that_workers_capture(folder: Path) -> None:
+    """Workers refuse a plan for another graph; they are forked here from a process that has their
+    hashes.
+    """
+    job = Job(model=str(folder / "model.py"), plan=load_plan(folder / "plan.json"), steps=2)
+    (result,) = run_jobs([job], folder)
+    assert len(result.losses) == 2
+
+
+def test_workers_are_started_with_the_hashes_of_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(hashes.VARIABLE, raising=False)
+    with launching(None):
+        assert os.environ[hashes.VARIABLE] == hashes.SEED
+
+
+@pytest.mark.slow
+def test_a_launched_run_trains_by_that_profile(folder: Path) -> None:
+    plan(folder, "train", "model.py", "--steps", "2")

@@ -10,7 +10,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from planner.formats.plan import save_plan
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.executor.processes import _warm
 from tests.small_disk import small_disk
 
 TIMEOUT_S = 200
 STEPS = 6
 PROFILE = Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json"
-# enough for the file that is tried out beforehand, and for no plan or profile of VGG-16
+# enough for the file that is tried out beforehand, and for no plan or profile
 ROOM_BYTES = 4096
 
 # Fills the disk that FULL names, at the last update.
@@ -42,7 +44,7 @@ def on_update(minibatch, loss, metrics):
         pass
 """
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(2 * TIMEOUT_S), pytest.mark.usefixtures("warm_start")]
 
 
 @pytest.fixture
@@ -55,13 +57,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def disk(folder: Path) -> Iterator[Path]:
+def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 4 MB, which the run fills at its end."""
+    monkeypatch.setenv("FULL", "small")
     with small_disk(folder / "small", 1 << 22) as disk:
         yield disk
 
 
-def train(
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `plan train`, which launches workers."""
+    return plan("train", "model.py", "--steps", str(STEPS), "--json", *arguments, cwd=folder)
+
+
+def train_in_own_process(
     folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     command = [
@@ -79,7 +87,6 @@ def train(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path.cwd()),
-        "FULL": "small",
         **variables,
     }
     return subprocess.run(
@@ -109,32 +116,56 @@ def assert_result(done: subprocess.CompletedProcess[str], code: int, *missing: s
     assert len(result["late_failures"]) == len(lines)
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """What sets the folder for temporary files."""
+    _warm()  # has one of its own, which outlives the test
+
+    def temporary(folder: Path) -> None:
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+
+    return temporary
+
+
 @pytest.mark.usefixtures("disk")
-@pytest.mark.parametrize(
-    "launcher",
-    [(), ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")],
-    ids=["plan", "torchrun"],
-)
-def test_a_trace_that_finds_no_room(folder: Path, launcher: tuple[str, ...]) -> None:
-    done = train(folder, "--trace", "small/run.json", launcher=launcher)
+def test_a_trace_that_finds_no_room(folder: Path) -> None:
+    done = train(folder, "--trace", "small/run.json")
     assert_result(done, 1, "error: 'small/run.json' cannot be written: No space left on device")
 
 
-def test_a_full_folder_for_temporary_files_costs_nothing(folder: Path, disk: Path) -> None:
-    assert_result(train(folder, TMPDIR=str(disk)), 0)
+@pytest.mark.slow
+@pytest.mark.usefixtures("disk")
+def test_a_trace_that_finds_no_room_under_torchrun(folder: Path) -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    done = train_in_own_process(folder, "--trace", "small/run.json", launcher=launcher)
+    assert_result(done, 1, "error: 'small/run.json' cannot be written: No space left on device")
+
+
+def test_a_full_folder_for_temporary_files_costs_nothing(
+    folder: Path, disk: Path, temporary: Callable[[Path], None]
+) -> None:
+    temporary(disk)
+    assert_result(train(folder), 0)
 
 
 @pytest.mark.slow
-def test_a_trace_that_finds_no_room_on_its_way(folder: Path, disk: Path) -> None:
-    done = train(folder, "--trace", "run.json", TMPDIR=str(disk))
+def test_a_trace_that_finds_no_room_on_its_way(
+    folder: Path, disk: Path, temporary: Callable[[Path], None]
+) -> None:
+    temporary(disk)
+    done = train(folder, "--trace", "run.json")
     assert_result(done, 1, "error: there is no trace", "No space left on device")
 
 
 @pytest.mark.usefixtures("disk")
-def test_weights_are_rescued_and_the_result_is_printed(folder: Path) -> None:
+def test_weights_are_rescued_and_the_result_is_printed(
+    folder: Path, temporary: Callable[[Path], None]
+) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    done = train(folder, "--save-weights", "small/weights.pt", TMPDIR=str(elsewhere))
+    temporary(elsewhere)
+    done = train(folder, "--save-weights", "small/weights.pt")
     assert_result(
         done,
         1,
@@ -174,7 +205,8 @@ def test_an_elastic_run_is_not_started_again_for_a_trace(folder: Path) -> None:
         "--copy-folder",
         str(folder / "copies"),
     )
-    done = train(folder, "--trace", "small/run.json", *elastic, HOME=str(folder))
+    arguments = ("--trace", "small/run.json", *elastic)
+    done = train_in_own_process(folder, *arguments, HOME=str(folder))
     assert_result(done, 1, "error: 'small/run.json' cannot be written: No space left on device")
 
 
@@ -193,20 +225,19 @@ VERBS = {
     ),
     "profile": (
         "profile",
-        "vgg.py",
+        "model.py",
         "--batch-size",
         "8",
         "--estimate",
         "--output",
         "small/profile.json",
     ),
-    "fit": ("fit", "vgg.py", "--gpus", "2", "--batch-size", "8", "--output", "small"),
+    "fit": ("fit", "model.py", "--gpus", "2", "--batch-size", "8", "--output", "small"),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_prints_its_answer_first(verb: str, folder: Path) -> None:
-    shutil.copy(PROFILE.with_name("model.py"), folder / "vgg.py")
     with small_disk(folder / "small", ROOM_BYTES):
         done = plan(*VERBS[verb], "--json", cwd=folder)
     assert done.returncode == 1, done.stderr

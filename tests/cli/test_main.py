@@ -227,7 +227,7 @@ def test_the_shell_completes_verbs_and_options(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_mistake(folder: Path) -> None:
-    many = profile(*(layer(f"layer{i}") for i in range(5000)), edges=[])
+    many = profile(*(layer(f"layer{i}") for i in range(200)), edges=[])
     save_profile(many, folder / "many.json")
     read, write = os.pipe()
     os.close(read)

@@ -14,16 +14,17 @@ from tests.cli.in_process import plan
 PROFILE = Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a plan, and its run on a cluster whose workers 0 and 1 are half as fast."""
+    folder = tmp_path_factory.mktemp("measured")
     profile = planner.load_profile(PROFILE)
-    planner.save_profile(profile, tmp_path / "profile.json")
+    planner.save_profile(profile, folder / "profile.json")
     solved = planner.solve(profile, flat_cluster(4, "1Gbps"), max_stages=4)
-    planner.save_plan(solved, tmp_path / "plan.json")
+    planner.save_plan(solved, folder / "plan.json")
     slow = slower(solved.cluster, 0.5, 0.5, 1.0, 1.0)
-    planner.save_timeline(run_on(solved, slow), tmp_path / "run.json")
-    return tmp_path
+    planner.save_timeline(run_on(solved, slow), folder / "run.json")
+    return folder
 
 
 def test_the_next_plan_is_for_the_cluster_as_it_was_found(folder: Path) -> None:
@@ -48,8 +49,8 @@ def test_the_next_plan_is_for_the_cluster_as_it_was_found(folder: Path) -> None:
 def test_what_makes_no_sense_is_refused(
     folder: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
-    done = plan("solve", *arguments, "-o", "next.json", cwd=folder)
+    done = plan("solve", *arguments, "-o", "refused.json", cwd=folder)
     assert done.returncode == 2
     assert expected.replace("`", "") in done.stderr
     assert "hint: " in done.stderr
-    assert not (folder / "next.json").exists()
+    assert not (folder / "refused.json").exists()

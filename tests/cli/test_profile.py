@@ -9,7 +9,6 @@ import pytest
 
 import planner
 from tests.cli.in_process import plan
-from tests.cli.test_main import own_process
 
 MODEL = """
 import torch
@@ -36,7 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_profile_is_made_shown_and_solved(folder: Path) -> None:
-    made = plan("profile", "model.py", "--batch-size", "4", "--json", cwd=folder)
+    short = ("--batch-size", "4", "--seconds", "0.1")
+    made = plan("profile", "model.py", *short, "--json", cwd=folder)
     assert made.returncode == 0, made.stderr
     # Where nobody watches, a line per phase in place of one that is rewritten.
     assert made.stderr.startswith("capturing ...\nmeasuring ...\n")
@@ -88,20 +88,20 @@ def test_wrong_input(folder: Path, arguments: tuple[str, ...], complaint: str) -
     assert not (folder / "profile.json").exists()
 
 
-def test_a_profile_of_another_model_is_kept(folder: Path) -> None:
+def test_a_profile_of_another_model_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "other.py").write_text(MODEL)
     short = ("--batch-size", "4", "--seconds", "0")
-    assert own_process("profile", "model.py", *short, cwd=folder).returncode == 0
+    assert plan("profile", "model.py", *short, cwd=folder).returncode == 0
     first = (folder / "profile.json").read_text()
-    replaced = own_process("profile", "other.py", *short, cwd=folder)
+    assert plan("profile", "other.py", *short, cwd=folder).returncode == 0
     kept = folder / f"profile-{folder.name}-measured.json"
     assert (
         f"profile.json was the measured profile of '{folder.name}': it is {kept.name} now"
-        in replaced.stderr
+        in caplog.text
     )
     assert kept.read_text() == first
     assert planner.load_profile(folder / "profile.json").model == "other"
-    assert own_process("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith(
+    assert plan("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith(
         "estimating other.py ..."
     )
     assert (

@@ -12,6 +12,7 @@ import pytest
 from planner.demo.quickstart import miss_words
 from planner.formats.plan import load_plan
 from planner.formats.profile import load_profile
+from tests.cli import in_process
 
 
 def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +50,7 @@ def test_the_tour_leaves_what_the_next_commands_need(tmp_path: Path) -> None:
 
 def test_numbers_that_make_no_sense_are_refused_before_anything_starts(tmp_path: Path) -> None:
     for option in ("--gpus", "--steps"):
-        process = plan(tmp_path, "quickstart", option, "0")
+        process = in_process.plan("quickstart", option, "0", cwd=tmp_path)
         assert process.returncode == 2
         assert process.stderr.startswith(f"error: {option} 0 is too small\nhint: ")
     assert not (tmp_path / "quickstart").exists()
@@ -70,6 +71,5 @@ def test_a_prediction_that_misses_is_said(error: float, words: str) -> None:
 
 def test_the_folder_of_an_earlier_tour_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
-    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith(
-        "error: --gpus 0 is too small"
-    )
+    refused = in_process.plan("quickstart", "--gpus", "0", cwd=tmp_path)
+    assert refused.stderr.startswith("error: --gpus 0 is too small")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from planner.selfcheck.run import SelftestReport
+from tests.cli import in_process
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +37,7 @@ def test_the_chosen_checks_are_run_and_told() -> None:
 
 
 def test_an_unknown_check_is_refused_with_those_there_are() -> None:
-    done = plan("--skip", "everything")
+    done = in_process.plan("selftest", "--skip", "everything", cwd=Path.cwd())
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: --skip everything is no check\nhint: the checks are environment, links, "

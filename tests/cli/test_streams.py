@@ -48,14 +48,20 @@ def run(folder: Path, line: str, **variables: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+ANSWER = ("solve --gpus 2 --bandwidth 1Gbps --json", 0)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [("solve --gpus 2 --bandwidth 1Gbps --json", 0), ("show none.json", 2), ("--help", 0)],
-    ids=["answer", "error", "help"],
+    ("arguments", "code", "closed"),
+    [
+        *((*ANSWER, closed) for closed in (">&-", "2>&-", "<&-", ">&- 2>&- <&-")),
+        ("show none.json", 2, "2>&-"),
+        ("show none.json", 2, ">&- 2>&- <&-"),
+        ("--help", 0, ">&-"),
+    ],
 )
 def test_a_closed_stream_leads_nowhere(
-    folder: Path, closed: str, arguments: str, code: int
+    folder: Path, arguments: str, code: int, closed: str
 ) -> None:
     done = run(folder, f"$PLAN {arguments} {closed}")
     assert done.returncode == code, done.stderr
@@ -77,7 +83,7 @@ def on_update(minibatch, loss, metrics):
 SCRIPT = "import planner; planner.train('model.py', planner.load_plan('plan.json'), steps=2)"
 
 
-@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("2>&-", marks=pytest.mark.slow), "<&- 2>&-"])
 def test_what_a_model_file_starts_prints_nothing_amid_an_answer(
     tmp_path: Path, closed: str
 ) -> None:
@@ -88,13 +94,10 @@ def test_what_a_model_file_starts_prints_nothing_amid_an_answer(
     assert json.loads(done.stdout)["layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(
-    "command",
-    [
-        "$PLAN train model.py --steps 2",
-        pytest.param(f'{sys.executable} -c "{SCRIPT}"', marks=pytest.mark.slow),
-    ],
+    "command", ["$PLAN train model.py --steps 2", f'{sys.executable} -c "{SCRIPT}"']
 )
 def test_workers_of_a_process_with_closed_streams_train(tmp_path: Path, command: str) -> None:
     path = write_model(tmp_path, "convolutional", "sgd", more=STREAMS).rename(tmp_path / "model.py")

@@ -101,10 +101,8 @@ def test_every_verb_answers_when_the_time_is_over(
     """
     monkeypatch.chdir(tmp_path)
     save_profile(transformer(8, "h.{block}.part{part}"), tmp_path / "profile.json")
-    assert (
-        main(["solve", "--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB"])
-        == 0
-    )
+    cluster = ("--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB")
+    assert main(["solve", *cluster, "--schedule", "1f1b-flush", "--time-limit", "1s"]) == 0
     assert main([verb, "--time-limit", "1ns"]) == 0
     said = {
         "explain": "The time limit ended the search",

@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from planner.errors import PlanError
+from planner.executor.run.agreement import start_worker
 from planner.formats.plan import load_plan, save_plan
 from planner.formats.timeline import Timeline
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
+from planner.workers.job import Job
 from tests.campaigns.kills.workers import minibatch_of, store_of, workers_of
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
@@ -27,6 +30,7 @@ from tests.executor.plans import make_plan, structural_profile
 pytestmark = pytest.mark.usefixtures("warm_start")
 
 TIMEOUT_S = 120
+LOOPBACK = {"0100007F"}
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +85,13 @@ def test_a_run_reports_prediction_and_measurement_and_traces_the_last_minibatche
     check_trace(load_run(folder / "run.json"), range(36, 40))
 
 
-def test_the_table_is_for_people_and_checks_of_every_collective_are_worth_a_warning(
-    folder: Path,
-) -> None:
-    command = [sys.executable, "-m", "planner", "train", "model.py", "--steps", "20"]
-    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(Path.cwd())}
-    process = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env=environment,
-        cwd=folder,
-    )
+def test_the_table_is_for_people(folder: Path) -> None:
+    process = plan_train(folder, "model.py", "--steps", "20")
     assert process.returncode == 0, process.stderr
     assert "samples/s in steady state" in process.stdout
     assert "cpu, messages over gloo" in process.stdout
     assert "predicted" in process.stdout
     assert "the model file has no dataset()" in process.stdout
-    assert process.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first") == 1
-    told = [line for line in process.stderr.splitlines() if line.startswith("minibatch ")]
-    assert not told, "no progress where stderr is no terminal"
 
 
 def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> None:
@@ -185,6 +174,16 @@ def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
     )
 
 
+def test_another_number_of_workers_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job = Job(model=str(folder / "model.py"), plan=load_plan(folder / "plan.json"), steps=3)
+    with pytest.raises(PlanError, match="plan '1-1' needs 2 workers, but 1 were started"):
+        start_worker(job)
+
+
+@pytest.mark.slow
 def test_torchrun_with_another_number_of_workers_is_refused(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "planner", "train", "model.py", "--steps", "3"]
@@ -201,7 +200,9 @@ def test_torchrun_with_another_number_of_workers_is_refused(folder: Path) -> Non
     assert "error: plan '1-1' needs 2 workers, but 1 were started" in process.stderr
 
 
-def test_plain_torchrun_runs_the_same_plan(folder: Path) -> None:
+def test_plain_torchrun_runs_the_same_plan_and_warns_of_checks_of_every_collective(
+    folder: Path,
+) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "planner", "train", "model.py", "--steps", "12", "--json"]
     process = subprocess.run(
@@ -211,10 +212,13 @@ def test_plain_torchrun_runs_the_same_plan(folder: Path) -> None:
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        env=os.environ,
+        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     )
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["config"] == "1-1"
+    assert process.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first") == 1
+    told = [line for line in process.stderr.splitlines() if line.startswith("minibatch ")]
+    assert not told, "no progress where stderr is no terminal"
 
 
 def is_alive(pid: int) -> bool:
@@ -271,11 +275,30 @@ def start_long_run(
     raise AssertionError(f"the workers did not start to train: {process.communicate()}")
 
 
+def listening(pid: int) -> set[str]:
+    """Local addresses, in hexadecimal as the kernel writes them, of the ports that the process
+    listens on.
+    """
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(str(link.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     folder: Path, victim: int
 ) -> None:
+    """And all ports listen on the loopback alone."""
     process, workers = start_long_run(folder)
+    assert set().union(*map(listening, (process.pid, *workers))) == LOOPBACK
     os.kill(workers[victim], signal.SIGKILL)
     out, err = process.communicate(timeout=30)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -284,6 +307,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     assert not any(is_alive(worker) for worker in workers)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher(folder: Path) -> None:
     process, workers = start_long_run(folder)
     process.kill()
@@ -321,29 +345,9 @@ def test_interrupting_ends_everything_with_code_130_and_says_how_it_continues(fo
     assert not any(is_alive(worker) for worker in workers)
 
 
-def listening(pid: int) -> set[str]:
-    """Local addresses, in hexadecimal as the kernel writes them, of the ports that the process
-    listens on.
-    """
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            sockets.add(str(link.readlink()))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1].split(":")[0])
-    return found
-
-
-def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in_time(
-    folder: Path,
-) -> None:
+@pytest.mark.slow
+def test_a_stopped_worker_ends_the_run_in_time(folder: Path) -> None:
     process, workers = start_long_run(folder, "--hang-timeout", "8")
-    loopback = {"0100007F"}
-    assert set().union(*map(listening, (process.pid, *workers))) == loopback
     os.kill(workers[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=TIMEOUT_S)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -255,15 +255,9 @@ def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_
     assert "it does not respond" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        (),
-        pytest.param(
-            ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    "launcher", [(), ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")]
 )
 def test_a_worker_that_is_stopped_after_its_last_minibatch_is_missed(
     folder: Path, launcher: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
@@ -89,6 +90,7 @@ def _work(command: Sequence[str], folder: str, variables: Mapping[str, str]) -> 
     os.environ.clear()
     # The process that this one is forked from ends with the tests.
     os.environ.update({**variables, LAUNCHER_VARIABLE: str(os.getppid())})
+    tempfile.tempdir = None  # a new process reads it from the environment
     os.chdir(folder)
     sys.path.insert(0, folder)  # as of `python -m`
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

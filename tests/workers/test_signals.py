@@ -15,6 +15,7 @@ import pytest
 from planner.executor.worker import launch
 from planner.formats.plan import load_plan, save_plan
 from planner.workers.job import Job
+from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
@@ -94,7 +95,7 @@ def test_an_interrupt_while_the_command_imports_leaves_no_traceback(
     ("module", "number", "told"),
     [
         ("pydantic", "SIGINT", "was killed by SIGINT"),
-        ("torch", "SIGINT", "was killed by SIGINT"),
+        pytest.param("torch", "SIGINT", "was killed by SIGINT", marks=pytest.mark.slow),
         ("torch", "SIGTERM", "was ended by signal SIGTERM"),
     ],
 )
@@ -108,8 +109,12 @@ def test_a_worker_that_a_signal_ends_while_it_imports_is_named(
     assert len(lines) == 2, done.stderr
 
 
-def test_the_reason_is_told_where_no_thread_can_be_started(folder: Path) -> None:
-    done = train(folder, FAULT="threads")
+@pytest.mark.usefixtures("warm_start")
+def test_the_reason_is_told_where_no_thread_can_be_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "threads")
+    done = plan("train", "model.py", "--steps", str(STEPS), cwd=folder)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: on_update() fails at "), done.stderr

@@ -379,34 +379,41 @@ def _group(index: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_index_is_refused(change: str, tmp_path: Path) -> None:
-    folder = _saved(tmp_path)
-    index = json.loads((folder / INDEX).read_text("utf-8"))
+def test_a_changed_index_is_refused(change: str, saved: Path) -> None:
+    index = json.loads((saved / INDEX).read_text("utf-8"))
     CHANGES[change](index)
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    (saved / INDEX).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(InputError, match=r"is corrupt: its SHA-256|neither|no checksum") as refusal:
-        load_checkpoint(folder)
+        load_checkpoint(saved)
     assert refusal.value.hint
 
 
-def test_an_index_under_the_name_of_another_minibatch_is_refused(tmp_path: Path) -> None:
-    folder = _saved(tmp_path)
-    assert load_checkpoint(folder.rename(tmp_path / "step-00000001")).index.minibatch == 1
+def test_an_index_under_the_name_of_another_minibatch_is_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    assert load_checkpoint(saved.rename(tmp_path / "step-00000001")).index.minibatch == 1
     with pytest.raises(InputError, match="is of minibatch 1, and the folder's name is of another"):
         load_checkpoint((tmp_path / "step-00000001").rename(tmp_path / "step-00000009"))
 
 
-def test_checkpoints_of_before_the_checksum_load(tmp_path: Path) -> None:
-    folder = _saved(tmp_path)
-    text = (folder / INDEX).read_text("utf-8")
-    (folder / INDEX).write_text(
+def test_checkpoints_of_before_the_checksum_load(saved: Path) -> None:
+    text = (saved / INDEX).read_text("utf-8")
+    (saved / INDEX).write_text(
         text.replace('"schema_version": 2', '"schema_version": 1'), encoding="utf-8"
     )
-    (folder / INDEX_DIGEST).unlink()
-    assert load_checkpoint(folder).index.schema_version == 1
+    (saved / INDEX_DIGEST).unlink()
+    assert load_checkpoint(saved).index.schema_version == 1
 
 
-def _saved(folder: Path) -> Path:
+@pytest.fixture
+def saved(once: Path, tmp_path: Path) -> Path:
+    """A checkpoint of its own for each test."""
+    return shutil.copytree(once, tmp_path / "saved")
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("once")
     spec = load_model_file(write_model(folder, "convolutional", "adamw"))
     graph = capture_file(spec, spec.example_batch(4))
     split = Split(spec, [graph], [4])

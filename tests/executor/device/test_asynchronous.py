@@ -7,11 +7,13 @@ one wait after another is taken away, and must be missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 from planner.executor.communication import nccl_links
 from planner.executor.communication.later import MOST
@@ -42,7 +44,7 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(list(SHAPES[::26])),
+        drawn(list(SHAPES[::40])),
         pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW),
     ],
     ids=["some", "all"],
@@ -50,13 +52,13 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
     found = {(str(run), seed): finding(run, seed) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 10
+    assert len(cases) >= 10
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(REAL[::8] + DIVIDING[::24]),
+        drawn(REAL[::10] + DIVIDING[::24]),
         pytest.param([(run, seed) for run in REAL + DIVIDING for seed in SEEDS[:3]], marks=SLOW),
     ],
     ids=["some", "all"],
@@ -175,12 +177,23 @@ MUTATIONS = [
 ]
 
 
+@cache
+def clean(run: Run, seed: int | None) -> str | None:
+    """What is found without a fault; many faults have the same shapes."""
+    return finding(run, seed)
+
+
+@cache
+def expected_of(run: Run) -> Mapping[tuple[int, str], Tensor]:
+    return carry_out(run).results
+
+
 def hits(
     fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]
 ) -> Iterator[str]:
     """Yield what is found with a fault, of these shapes and all seeds."""
     for run in shapes:
-        expected = carry_out(run).results
+        expected = expected_of(run)
         for seed in SEEDS:
             with fault():
                 found = finding(run, seed, expected=expected)
@@ -194,7 +207,7 @@ def hits(
 def test_a_missing_wait_is_found(
     fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]
 ) -> None:
-    assert not [what for run in shapes[:1] for seed in SEEDS[:3] if (what := finding(run, seed))]
+    assert not [what for run in shapes[:1] for seed in SEEDS[:3] if (what := clean(run, seed))]
     assert next(hits(fault, shapes), None)
 
 

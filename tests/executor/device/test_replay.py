@@ -37,9 +37,9 @@ from tests.executor.device.simulated import RaceError
 
 recorded = cache(record)
 ALL = runs()
-SOME = ALL[::13]  # of every kind; the slow tests take all
+SOME = ALL[::26]  # of every kind; the slow tests take all
 EVERY = [SOME, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-LEANEST = [lean_runs()[::5], pytest.param(lean_runs(), marks=[pytest.mark.slow])]
+LEANEST = [lean_runs()[::10], pytest.param(lean_runs(), marks=[pytest.mark.slow])]
 IDS = ["some", "all"]
 
 
@@ -58,7 +58,7 @@ def test_no_wait_for_a_device_closes_a_circle(shapes: list[Run]) -> None:
     close no circle.
     """
     assert not {str(run) for run in shapes if deadlocks(recorded(run), waiting=range(run.workers))}
-    assert len(shapes) > 20
+    assert len(shapes) >= 15
 
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
@@ -74,9 +74,10 @@ def test_schedules_of_less_memory_wait_for_nobody_either(shapes: list[Run]) -> N
     assert not {str(run) for run in shapes if takes_late(recorded(run))}
 
 
-def test_what_is_under_way_at_an_evaluation_holds_up_nobody() -> None:
+@pytest.mark.parametrize("every", [6, pytest.param(2, marks=pytest.mark.slow)], ids=IDS)
+def test_what_is_under_way_at_an_evaluation_holds_up_nobody(every: int) -> None:
     """Sends wait for their receives, and any one worker for its device."""
-    paused = [run for run in ALL if run.evaluate_every and run.shape.asynchronous][::2]
+    paused = [run for run in ALL if run.evaluate_every and run.shape.asynchronous][::every]
     assert not {
         str(run) for run in paused if stuck_with_a_single_wait(recorded(run), rendezvous=True)
     }
@@ -213,29 +214,40 @@ def stuck_with_waits_everywhere(recording: Recording) -> bool:
 # replicas here.
 SINGLE = [run for run in ALL if set(run.replicas) == {1} and not run.degrees]
 PLAIN = [run for run in SINGLE if not run.evaluate_every][::5]
+TRACED = [run for run in ALL if run.traced]
 # Under zb-v the first and the last stage are on one worker.
 TIED = [
     run for run in ALL if any(len({run.shape.ranks[s] for s in pair}) > 1 for pair in run.tied[:1])
 ]
 
 
-def test_posting_ahead_is_found_by_waits_on_one_worker() -> None:
-    assert found_with(mutations.posting_ahead, PLAIN, stuck_with_a_single_wait) == len(PLAIN)
+def some_and_all(shapes: list[Run], every: int) -> pytest.MarkDecorator:
+    """Let a test have every so many of the shapes, and as a slow one all."""
+    cases = [shapes[::every], pytest.param(shapes, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("shapes", cases, ids=IDS)
 
 
-def test_first_uses_in_another_order_are_found() -> None:
-    assert stopped_with(mutations.first_uses_in_another_order, PLAIN) == len(PLAIN)
+@some_and_all(PLAIN, 3)
+def test_posting_ahead_is_found_by_waits_on_one_worker(shapes: list[Run]) -> None:
+    assert found_with(mutations.posting_ahead, shapes, stuck_with_a_single_wait) == len(shapes)
 
 
-def test_tied_weights_whose_communicators_are_not_made_before_are_found() -> None:
-    tied = [run for run in TIED if not run.evaluate_every][::2]
-    assert stopped_with(mutations.no_first_uses, tied) == len(tied) > 10
+@some_and_all(PLAIN, 3)
+def test_first_uses_in_another_order_are_found(shapes: list[Run]) -> None:
+    assert stopped_with(mutations.first_uses_in_another_order, shapes) == len(shapes)
 
 
-def test_a_trace_that_waits_for_the_device_is_found_together_with_posting_ahead() -> None:
+@some_and_all([run for run in TIED if not run.evaluate_every][::2], 3)
+def test_tied_weights_whose_communicators_are_not_made_before_are_found(shapes: list[Run]) -> None:
+    assert stopped_with(mutations.no_first_uses, shapes) == len(shapes) > 3
+
+
+@some_and_all(TRACED, 4)
+def test_a_trace_that_waits_for_the_device_is_found_together_with_posting_ahead(
+    shapes: list[Run],
+) -> None:
     """It waits after every instruction, so on all workers."""
-    traced = [run for run in ALL if run.traced]
-    assert found_with(mutations.posting_ahead, traced, stuck_with_waits_everywhere) == len(traced)
+    assert found_with(mutations.posting_ahead, shapes, stuck_with_waits_everywhere) == len(shapes)
 
 
 def test_the_rules_know_a_circle_when_they_see_one() -> None:

@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -166,17 +167,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_stages_train_as_one_process_to_the_bit(folder: Path) -> None:
+USUAL = (
+    "frozen, in evaluation mode",
+    "no gradients in autocast",
+    "a mask on a gradient",
+    "gradients clipped by a step hook",
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        USUAL,
+        pytest.param([name for name in MODELS if name not in USUAL], marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def test_two_stages_train_as_one_process_to_the_bit(names: Sequence[str], folder: Path) -> None:
     """With evaluation in between, which gives the modes back."""
     cases = []
-    for number, text in enumerate(MODELS.values()):
+    for number, name in enumerate(names):
+        text = MODELS[name]
         path = folder / f"model_{number}.py"
         path.write_text(COMMON + text, encoding="utf-8")
         plan = make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush")
         assert all(len(stage.layers) > 1 for stage in plan.stages)
         cases.append(Case(path, plan, TrainingOptions(evaluate_every=2), STEPS))
 
-    for name, case, (result, weights) in zip(MODELS, cases, eager.run_cases(cases), strict=True):
+    for name, case, (result, weights) in zip(names, cases, eager.run_cases(cases), strict=True):
         spec = load_model_file(case.path)
         model = eager.build(spec)
         losses = eager.train(spec, model, eager.minibatches(spec, SIZE, 1)[:STEPS])

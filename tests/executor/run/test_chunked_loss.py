@@ -118,6 +118,7 @@ def whole(plan: Plan) -> Plan:
     return plan.model_copy(update={"chunked_loss": None})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "replicas", "microbatches"),
     [

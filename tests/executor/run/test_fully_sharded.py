@@ -155,9 +155,11 @@ MIXED = [
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(TWO[::2], id="some kinds"),
+        pytest.param(TWO[2:5:2], id="some kinds"),
+        pytest.param([TWO[0], *TWO[6::2]], id="more kinds", marks=pytest.mark.slow),
         pytest.param(ENDS[1:2], id="an end", marks=pytest.mark.slow),
-        pytest.param(MIXED, id="mixed"),
+        pytest.param(MIXED[1:], id="bfloat16"),
+        pytest.param(MIXED[:1], id="float16", marks=pytest.mark.slow),
         pytest.param(TWO[1::2], id="the other kinds", marks=pytest.mark.slow),
         pytest.param(ENDS[::2], id="the other ends", marks=pytest.mark.slow),
     ],
@@ -166,19 +168,37 @@ def test_two_replicas_train_as_one_process(cases: Sequence[Case], tmp_path: Path
     compare(cases, 2, 2, tmp_path)
 
 
-def test_four_replicas_train_as_one_process(tmp_path: Path) -> None:
-    compare([Case(2), Case(3, "tied"), Case(3, "convolutional")], 4, 1, tmp_path)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([Case(3, "tied")], id="some kinds"),
+        pytest.param(
+            [Case(2), Case(3, "convolutional")], id="the other kinds", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_four_replicas_train_as_one_process(cases: Sequence[Case], tmp_path: Path) -> None:
+    compare(cases, 4, 1, tmp_path)
 
 
-def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
-    """From weights that are divided to a pipeline, to gradients, an optimizer, and weights that are
-    divided.
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param((3, None, 3), id="some"),
+        pytest.param((3, None, 2, 1, 3), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_any_plan_goes_on_where_another_stopped(
+    levels: Sequence[int | None], tmp_path: Path
+) -> None:
+    """From weights that are divided to a pipeline (None), to gradients, an optimizer, and weights
+    that are divided.
     """
     path = write_model(tmp_path, "tied", "adamw", more=SCHEDULER)
     whole, cut = (
         make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((2,), (1, 1))
     )
-    course = [sharded(whole, 3), cut, sharded(whole, 2), sharded(whole, 1), sharded(whole, 3)]
+    course = [cut if level is None else sharded(whole, level) for level in levels]
     job = Job(
         model=str(path),
         plan=whole,
@@ -196,7 +216,7 @@ def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
             job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")})
         )
     expected, *rest = run_jobs(jobs, tmp_path)
-    assert [result.first_minibatch for result in rest] == [0, 2, 4, 6, 8]
+    assert [result.first_minibatch for result in rest] == [2 * each for each in range(len(course))]
     assert [loss for result in rest for loss in losses(result)] == pytest.approx(
         losses(expected), rel=1e-5
     )

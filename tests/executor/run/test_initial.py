@@ -80,7 +80,7 @@ def _states(spec: TrainingSpec, plan: Plan, defer: bool | None) -> dict[str, tor
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["convolutional", "tied", "blocks"], indirect=True)
 def test_equal_to_the_bit_however_they_are_made(model: Path) -> None:
     spec = load_model_file(model)

@@ -50,15 +50,18 @@ def assert_late(case: Case, late: Sequence[int], outcome: tuple[TrainResult, Wei
     eager.assert_close(trained, model)
 
 
-def test_runs_equal_late_gradients_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "late"),
+    [("1f1b", 1, [1, 0]), pytest.param("2bw", 2, [1, 1], marks=pytest.mark.slow)],
+)
+def test_runs_equal_late_gradients_in_one_process(
+    tmp_path: Path, schedule: str, microbatches: int, late: Sequence[int]
+) -> None:
     path = write_model(tmp_path, "language", "momentum", samples=8 * MINIBATCHES, more=NEWEST_MUON)
-    cases = [
-        Case(path, make_plan(structural_profile(path, 8), (1, 1)), epochs=1),
-        Case(path, make_plan(structural_profile(path, 4), (1, 1), "2bw", 2), epochs=1),
-    ]
-    late, buffered = eager.run_cases(cases)
-    assert_late(cases[0], [1, 0], late)
-    assert_late(cases[1], [1, 1], buffered)
+    profile = structural_profile(path, 8 // microbatches)
+    case = Case(path, make_plan(profile, (1, 1), schedule, microbatches), epochs=1)
+    (outcome,) = eager.run_cases([case])
+    assert_late(case, late, outcome)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,17 @@ def assert_equal(found: Weights, expected: Weights) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_replicas_and_divided_layers_train_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param((3,), id="some"),
+        pytest.param((0, 1, 2), id="the others", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_and_divided_layers_train_as_one_process(
+    levels: Sequence[int], tmp_path: Path
+) -> None:
+    """Replicas divide nothing at level 0."""
     tied, attention = (
         write_model(tmp_path, name, "adamw", samples=SAMPLES) for name in ("tied", "attention")
     )
@@ -135,7 +146,7 @@ def test_replicas_and_divided_layers_train_as_one_process(tmp_path: Path) -> Non
     alone = eager.run_cases(
         [Case(path, plan_of(path, (1,)), options, STEPS) for path in (tied, attention)]
     )
-    plans = [(tied, whole), *((tied, sharded(whole, level)) for level in (1, 2, 3))]
+    plans = [(tied, sharded(whole, level) if level else whole) for level in levels]
     plans.append((attention, in_groups(plan_of(attention, (1,)), 2)))
     runs = eager.run_cases([Case(path, plan, options, STEPS) for path, plan in plans])
     for (path, plan), (result, weights) in zip(plans, runs, strict=True):
@@ -178,13 +189,20 @@ def test_losses_in_float16_are_scaled(tmp_path: Path) -> None:
     )
 
 
-def test_masters_go_on_in_any_plan(tmp_path: Path) -> None:
-    """From a pipeline to a divided optimizer, to divided weights, to a pipeline: replicas add in
-    another order.
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param((None, 3, None), id="some"),
+        pytest.param((None, 1, 3, None), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_masters_go_on_in_any_plan(levels: Sequence[int | None], tmp_path: Path) -> None:
+    """From a pipeline (None) to a divided optimizer, to divided weights, to a pipeline: replicas
+    add in another order.
     """
     path = write_model(tmp_path, "tied", "adamw", samples=SAMPLES)
     cut, whole = plan_of(path, (1, 1)), plan_of(path, (2,))
-    course = [cut, sharded(whole, 1), sharded(whole, 3), cut]
+    course = [cut if level is None else sharded(whole, level) for level in levels]
     job = Job(
         model=str(path),
         plan=cut,
@@ -206,7 +224,8 @@ def test_masters_go_on_in_any_plan(tmp_path: Path) -> None:
     assert [loss for result in rest for loss in losses(result)] == pytest.approx(
         losses(expected), rel=1e-3
     )
-    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "3.pt"))
+    last = f"{len(course) - 1}.pt"
+    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", last))
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=2e-2, atol=2e-2, msg=name)
 

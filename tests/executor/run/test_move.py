@@ -140,7 +140,14 @@ def check_same(
     return result
 
 
-@pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "1f1b", "2bw"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b-flush",
+        "1f1b",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpipe", "2bw")),
+    ],
+)
 def test_another_cut(tmp_path: Path, profile: Profile, schedule: str) -> None:
     microbatches = 1 if schedule == "1f1b" else 2
     before = cut(profile, (2, 2), schedule, microbatches)
