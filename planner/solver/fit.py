@@ -246,9 +246,11 @@ class _SizeSearch:
             plan = self.best.plan
             if plan is None and self.profile.microbatch_size != self.sizes.shared:
                 return  # nothing fits, or there was no time to find it
-            if plan is not None and self._cannot_be_faster(plan, size):
+            in_time = not self.clock.passed
+            estimated = size in self.request.profiles.known
+            if plan is not None and (in_time or estimated) and self._cannot_be_faster(plan, size):
                 continue
-            if plan is not None and self.clock.passed:
+            if plan is not None and not in_time:
                 self.not_tried.append(f"microbatches of {size}")
                 return
 
