@@ -251,7 +251,8 @@ class _SizeSearch:
             if plan is not None and (in_time or estimated) and self._cannot_be_faster(plan, size):
                 continue
             if plan is not None and not in_time:
-                self.not_tried.append(f"microbatches of {size}")
+                if size not in self.sizes.unseen:
+                    self.not_tried.append(f"microbatches of {size}")
                 return
 
             profile = self._profile(size, plan)
