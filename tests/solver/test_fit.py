@@ -455,11 +455,21 @@ def test_where_no_usual_way_fits_experts_are_divided_first() -> None:
     assert again.asked.plan is not None
     assert again.asked.plan.config == plan.config
 
-    none, _ = fit(
+    # Where no experts are divided, whole layers are searched, and why they do not fit is explained.
+    whole, _ = fit(
         replace(asked(16, tight, estimate=mixture, sizes=(1, 2), ranks=2), only_asked=True)
     )
+    assert whole.asked.plan is not None
+    assert not whole.asked.plan.divides_layers
+
+    def too_tight(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 12 * MB)
+
+    none, _ = fit(
+        replace(asked(4, too_tight, estimate=mixture, sizes=(1, 2), ranks=2), only_asked=True)
+    )
     assert none.asked.plan is None
-    assert none.asked.hint, "why nothing fits is explained"
+    assert none.asked.hint
 
 
 def test_a_search_has_a_share_of_the_limit_however_long_a_model_took_to_read() -> None:
