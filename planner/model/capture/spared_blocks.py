@@ -66,7 +66,8 @@ def spare_blocks(model: nn.Module) -> SparedBlocks | None:
             continue
         if not _has_experts(blocks) or _share_weights(model, blocks):
             continue
-        found = _spared(path, [_facts(block, number) for number, block in enumerate(blocks)])
+        places = _places(blocks)
+        found = _spared(path, [_facts(block, places) for block in blocks])
         if found is not None:
             kept = [block for number, block in enumerate(blocks) if not found.was_spared(number)]
             model.set_submodule(path, nn.ModuleList(kept))
@@ -89,13 +90,26 @@ def _spared(path: str, facts: list[object]) -> SparedBlocks | None:
     return None
 
 
-def _facts(block: nn.Module, number: int) -> object:
+def _places(blocks: nn.ModuleList) -> set[tuple[str, str]]:
+    """Return the attributes of modules that are the block's number, in all blocks that have them:
+    an equal number alone may be a size.
+    """
+    are_places: dict[tuple[str, str], list[bool]] = {}
+    for number, block in enumerate(blocks):
+        for path, module in block.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    are_places.setdefault((path, name), []).append(value == number)
+    return {key for key, found in are_places.items() if len(found) > 1 and all(found)}
+
+
+def _facts(block: nn.Module, places: set[tuple[str, str]]) -> object:
     """Return all that is seen of a block but its own number."""
     return [
         (
             name,
             type(module),
-            _attributes(module, number),
+            _attributes(name, module, places),
             [
                 (own, tuple(each.shape), each.dtype, each.requires_grad)
                 for own, each in (
@@ -108,17 +122,17 @@ def _facts(block: nn.Module, number: int) -> object:
     ]
 
 
-def _attributes(module: nn.Module, number: int) -> list[tuple[str, object]]:
+def _attributes(
+    path: str, module: nn.Module, places: set[tuple[str, str]]
+) -> list[tuple[str, object]]:
     """Return the numbers, words and functions that a module has, and of other objects their
     type.
     """
-    found = []
-    for name, value in sorted(vars(module).items()):
-        if name in _OF_EVERY_MODULE:
-            continue
-        of_the_place = type(value) is int and value == number
-        found.append((name, "its number" if of_the_place else _plain(value)))
-    return found
+    return [
+        (name, _plain(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _OF_EVERY_MODULE and (path, name) not in places
+    ]
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

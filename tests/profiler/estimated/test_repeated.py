@@ -145,7 +145,7 @@ def test_whole_turns_are_left_out() -> None:
         def __init__(self, number: int) -> None:
             super().__init__()
             self.number = number
-            self.window = 8 if number % 3 else None
+            self.window = 8 if number % 3 else None  # also the number of a block
             self.experts = nn.Parameter(torch.empty(2, 2, 2, device="meta"))
 
     model = nn.Sequential()
