@@ -222,6 +222,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         precision=_precision(options, device),
         stack=_stack(options, device, file),
         experts=_expert_degrees(options, servers),
+        spares_blocks=file.named and options.lora is None and options.time_limit_s is not None,
     )
     request = _fit_request(file, how, servers, options, clock)
     clock = _with_time_to_search(clock, options)
@@ -234,6 +235,8 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     answer, profile = answer_fit(asked)
     answer = _with_slow_links(answer, request.about(profile, clock))
     answer = _as_trained(answer)
+    if file.named and not profile.trainable:
+        answer = _of_few_blocks(answer)
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
@@ -245,6 +248,18 @@ def _as_trained(answer: Fit) -> Fit:
     if plan is None:
         return answer
     return replace(answer, asked=replace(answer.asked, plan=as_trained(plan)))
+
+
+def _of_few_blocks(answer: Fit) -> Fit:
+    """Return the answer with a note that its plan cannot be trained."""
+    plan = answer.asked.plan
+    if plan is None:
+        return answer
+    plan = plan.noting(
+        "only a few of the model's equal blocks were read, to answer in time, so `plan train` does "
+        "not take this plan; with `time_limit_s=none` all are read"
+    )
+    return replace(answer, asked=replace(answer.asked, plan=plan))
 
 
 def _clock_of(options: FitOptions) -> Clock:

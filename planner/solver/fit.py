@@ -18,10 +18,13 @@ from planner.formats.device_kinds import cluster_for
 from planner.formats.files import replace
 from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.formats.quantities import MOST_GPUS
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import groups_of
+from planner.solver.alternatives.table import table_budget
+from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.clock import Clock
 from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes
@@ -150,9 +153,14 @@ def fit(request: FitRequest) -> tuple[Fit, Profile]:
     return answer, profile
 
 
-def _row_asked(request: FitRequest, profile: Profile, clock: Clock) -> FitRow:
-    """Solve for the number of GPUs that was asked about, and explain why nothing fits."""
-    return _row(request.about(profile, clock), solve)
+def _row_asked(
+    request: FitRequest,
+    profile: Profile,
+    clock: Clock,
+    find: Callable[[Request], Plan] = solve,
+) -> FitRow:
+    """Solve for the number of GPUs that was asked about; `solve` explains why nothing fits."""
+    return _row(request.about(profile, clock), find)
 
 
 def _row_beside(request: FitRequest, profile: Profile, cluster: Cluster, clock: Clock) -> FitRow:
@@ -231,20 +239,27 @@ class _SizeSearch:
         first, *others = self.sizes.wanted
         self.profile = self._profile(first, None)
         self.best = self._solve(first, self.profile)
+        if not self.sizes.any_fits and first == self.sizes.shared:
+            self.best = self._with_rows_of_smallest(self.best)
 
         for size in others:
             plan = self.best.plan
-            if plan is None:
+            if plan is None and self.profile.microbatch_size != self.sizes.shared:
                 return  # nothing fits, or there was no time to find it
-            if self._cannot_be_faster(plan, size):
+            in_time = not self.clock.passed
+            estimated = size in self.request.profiles.known
+            if plan is not None and (in_time or estimated) and self._cannot_be_faster(plan, size):
                 continue
-            if self.clock.passed:
-                self.not_tried.append(f"microbatches of {size}")
+            if plan is not None and not in_time:
+                if size not in self.sizes.unseen:
+                    self.not_tried.append(f"microbatches of {size}")
                 return
 
             profile = self._profile(size, plan)
-            row = self._with_rows_of(plan, self._solve(size, profile))
-            if row.seconds < self.best.seconds:
+            row = self._solve(size, profile)
+            if plan is not None:
+                row = self._with_rows_of(plan, row)
+            if plan is None or row.seconds < self.best.seconds:
                 self.best = row
                 self.profile = profile
             elif size != self.sizes.shared:
@@ -328,7 +343,13 @@ class _SizeSearch:
         self.clock.progress.step = f"{request.gpus} GPUs, microbatches of {size}"
         is_last = size == self.sizes.wanted[-1]
         share = 1 if is_last else request.tuning.fit.first_size_share
-        return _row_asked(request, profile, self.clock.part(share))
+
+        # Where another size has an answer, or is still to be tried, nobody reads why nothing fits
+        # at this one, and no other schedule takes its place.
+        first_hope = not self.sizes.any_fits and size == self.sizes.shared and not is_last
+        answered = size != self.sizes.wanted[0] and self.best.plan is not None
+        find = solve_unexplained if first_hope or answered else solve
+        return _row_asked(request, profile, self.clock.part(share), find)
 
     def _cannot_be_faster(self, plan: Plan, size: int) -> bool:
         """Return whether a plan is as fast as perfect balance is for another size of
@@ -346,7 +367,7 @@ class _SizeSearch:
         """
         if self._asks_for_ranks:
             return True
-        if self.sizes.shared is not None:
+        if self.sizes.shared is not None and (best is not None or self.sizes.any_fits):
             return size == self.sizes.shared
         if best is not None and not best.divides_layers:
             return False
@@ -361,18 +382,34 @@ class _SizeSearch:
 
         In the usual ways, a rank has as many samples as before.
         """
-        plan = row.plan
-        if plan is None or not plan.by_samples:
-            return row
+        return _with_rows(row, best.baselines, self.profile)
 
-        size = plan.microbatch_size or 1
-        scale = size / (self.profile.microbatch_size or size)
-        rows = []
-        for way in best.baselines:
-            seconds = scale * way.seconds_per_microbatch
-            rows.append(replace(way, seconds_per_microbatch=seconds))
+    def _with_rows_of_smallest(self, row: FitRow) -> FitRow:
+        """Return the answer of ranks that share a microbatch with the usual ways of the smallest
+        size, none of which fits.
+        """
+        profile = self.request.profiles.smallest
+        request = self.request.about(profile, self.clock)
+        ways = usual_ways(request, table_budget(request))
+        return _with_rows(row, [way.described() for way in ways], profile)
 
-        return replace(row, plan=replace(plan, baselines=tuple(rows)))
+
+def _with_rows(row: FitRow, ways: Sequence[OtherWay], profile: Profile) -> FitRow:
+    """Return an answer whose ranks share the samples of a microbatch with the usual ways of a
+    profile for smaller ones.
+    """
+    plan = row.plan
+    if plan is None or not plan.by_samples:
+        return row
+
+    size = plan.microbatch_size or 1
+    scale = size / (profile.microbatch_size or size)
+    rows = []
+    for way in ways:
+        seconds = scale * way.seconds_per_microbatch
+        rows.append(replace(way, seconds_per_microbatch=seconds))
+
+    return replace(row, plan=replace(plan, baselines=tuple(rows)))
 
 
 def _other_numbers(

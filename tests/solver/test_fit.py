@@ -14,6 +14,7 @@ from planner.api.planning import price
 from planner.api.running import _with_time_to_search
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.files import replace as replace_record
 from planner.formats.fit import Fit, FitRow, TrainingRun
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
@@ -415,6 +416,60 @@ def test_where_no_usual_way_fits_layers_are_divided_whatever_the_time() -> None:
         asked(16, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), ranks=2, time_limit_s=0.0)
     )
     assert "tensor parallelism" in roomy.not_tried
+
+
+def test_where_no_usual_way_fits_experts_are_divided_first() -> None:
+    """Two ranks have half of the experts each, and share a microbatch of two samples: at one
+    sample, the smallest size, nobody can divide them, and nothing fits.
+    """
+    sizes = list[int]()
+
+    def mixture(size: int) -> Profile:
+        sizes.append(size)
+        plain = model(size)
+        layers = tuple(replace_record(each, op="Experts") for each in plain.layers)
+        return replace_record(plain, layers=layers)
+
+    def in_two(profile: Profile) -> Profile:
+        if (profile.microbatch_size or 1) % 2:
+            return profile
+        known = divided(profile, 2)
+        (costs,) = known.tensor or ()
+        costs = replace_record(costs, by_samples=True, experts=(2,) * len(known.layers))
+        return replace_record(known, tensor=(costs,))
+
+    def tight(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 30 * MB)
+
+    asked_of = asked(16, tight, estimate=mixture, divide=in_two, sizes=(1, 2, 4), ranks=2)
+    answer, profile = fit(replace(asked_of, only_asked=True))
+    plan = answer.asked.plan
+    assert plan is not None
+    assert plan.by_samples
+    assert plan.ranks_per_replica == plan.microbatch_size == profile.microbatch_size == 2
+    assert sizes[:2] == [1, 2], "the smallest size, and the one that two ranks share"
+    assert plan.baselines
+    assert all(way.over_memory_bytes for way in plan.baselines)
+
+    again, _ = fit(replace(asked_of, only_asked=True))
+    assert again.asked.plan is not None
+    assert again.asked.plan.config == plan.config
+
+    # Where no experts are divided, whole layers are searched, and why they do not fit is explained.
+    whole, _ = fit(
+        replace(asked(16, tight, estimate=mixture, sizes=(1, 2), ranks=2), only_asked=True)
+    )
+    assert whole.asked.plan is not None
+    assert not whole.asked.plan.divides_layers
+
+    def too_tight(gpus: int) -> Cluster:
+        return flat_cluster(gpus, 1e12, 12 * MB)
+
+    none, _ = fit(
+        replace(asked(4, too_tight, estimate=mixture, sizes=(1, 2), ranks=2), only_asked=True)
+    )
+    assert none.asked.plan is None
+    assert none.asked.hint
 
 
 def test_a_search_has_a_share_of_the_limit_however_long_a_model_took_to_read() -> None:

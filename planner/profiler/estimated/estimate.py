@@ -37,6 +37,11 @@ from planner.profiler.estimated.devices import (
 from planner.profiler.estimated.eight_bits import EightBitProducts, eight_bit_products
 from planner.profiler.estimated.execution import Execution, Fusion, compiler
 from planner.profiler.estimated.experts import expert_costs, fewest_experts
+from planner.profiler.estimated.repeated import (
+    UnlikeBlocksError,
+    costs_with_spared_blocks,
+    with_spared_blocks,
+)
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.stacks import Stack
 from planner.profiler.estimated.trace import StepTrace, trace_step
@@ -118,6 +123,8 @@ class EstimateOptions:
             `tensor` cannot.
         stack: what runs the operators, in place of `fusion` and of the device's host; None for
             those.
+        spares_blocks: whether few of a large mixture's equal blocks are read
+            (`planner.model.capture.spared_blocks`): no training has the graph of such a profile.
         where_divided: leave out those that cannot divide the model's layers, which are refused
             otherwise.
     """
@@ -133,6 +140,7 @@ class EstimateOptions:
     precision: EightBits | None = None
     stack: Stack | None = None
     experts: Sequence[int] = ()
+    spares_blocks: bool = False
 
 
 def estimate_profile(
@@ -175,9 +183,20 @@ class Estimator:
             self._eight_bits = eight_bit_products(options.precision, self._specs)
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
+        one_cost = not self._names and not list(other_lengths(training_spec))
+        self._spares_blocks = options.spares_blocks and one_cost
 
     def profile(self, batch_size: int) -> Profile:
         """Return the profile for microbatches of so many samples, without what ranks divide."""
+        try:
+            return self._profile(batch_size)
+        except UnlikeBlocksError:
+            # only the whole model tells what its blocks cost
+            self._spares_blocks = False
+            self._first = None
+            return self._profile(batch_size)
+
+    def _profile(self, batch_size: int) -> Profile:
         trace = self._trace(batch_size)
         self._first = self._first or trace
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
@@ -187,6 +206,8 @@ class Estimator:
         profile = profiles[0]
         if self._names:
             profile = profile_of_kinds(dict(zip(self._names, profiles, strict=True)))
+        if trace.spared is not None:
+            profile = with_spared_blocks(profile, trace.spared)
 
         others = []
         for lengths in other_lengths(self._training_spec):
@@ -217,6 +238,11 @@ class Estimator:
             own[:] = [known[degree] for degree in sorted(known)]
         if not costs[0]:
             return profile
+        spared = None if self._first is None else self._first.spared
+        if spared is not None:
+            costs = [
+                [costs_with_spared_blocks(each, profile, spared) for each in own] for own in costs
+            ]
         kinds = profile.kinds and tuple(
             replace(kind, tensor=tuple(own)) for kind, own in zip(profile.kinds, costs, strict=True)
         )
@@ -260,7 +286,14 @@ class Estimator:
         if asked.stack is not None and execution.kind == "cuda":
             execution = asked.stack.running(execution)
         how = (asked.dtype, asked.memory_format, execution, degree)
-        return trace_step(self._training_spec, batch_size, *how, like=self._first, lengths=lengths)
+        return trace_step(
+            self._training_spec,
+            batch_size,
+            *how,
+            like=self._first,
+            lengths=lengths,
+            spares_blocks=self._spares_blocks,
+        )
 
 
 def _with_host(device: DeviceSpec, options: EstimateOptions) -> DeviceSpec:

@@ -177,7 +177,10 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         name = func._schema.name.partition("::")[2]
         read = _tensors((args, kwargs))
         written = _tensors(out) or _changed(func, args)
-        if _is_idle(func, name) or _is_view(func, read, written):
+        if _is_idle(func, name):
+            self._forget_reused(read, written)
+            return
+        if _is_view(func, read, written):
             return
 
         dtype = self._dtype(name, (read or written)[:1])
@@ -237,6 +240,15 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
     def _values_written(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
         self._values.update({address_of(tensor): next(self._numbers) for tensor in tensors})
         return tuple((self._values[address_of(each)], _bytes([each])) for each in tensors)
+
+    def _forget_reused(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Forget the values that were where new storages are now, as of what a collective made: it
+        is no operation of the list, and who reads its result reads none of those.
+        """
+        known = set(map(address_of, read))
+        for tensor in written:
+            if address_of(tensor) not in known:
+                self._values.pop(address_of(tensor), None)
 
     def end_span(self) -> int:
         """End a span of operations and of allocations, and return its number."""

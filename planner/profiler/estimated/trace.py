@@ -24,6 +24,7 @@ from planner.model.capture.failure import capture_failure, decides_by_values, wa
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.capture.size import Extent
+from planner.model.capture.spared_blocks import SparedBlocks, spare_blocks
 from planner.model.generators import seeded
 from planner.model.modes import warn_of_modes
 from planner.model.optimizer_part import trained_parameters
@@ -106,6 +107,7 @@ class StepTrace:
     stack: StackName | None = None  # that ran it
     loss_chunks: int = 1  # parts of the tokens, of which logits exist at a time
     experts: Sequence[ExpertShare] = ()  # of each layer
+    spared: SparedBlocks | None = None  # of the model, which the graph does not have
 
     def layer_seconds(self, spec: DeviceSpec) -> tuple[list[float], list[float], list[float]]:
         """Return the forward, backward and update seconds of each layer on such a device."""
@@ -204,6 +206,8 @@ def trace_step(
     degree: int = 1,
     like: StepTrace | None = None,
     lengths: Mapping[str, int] | None = None,
+    *,
+    spares_blocks: bool = False,
 ) -> StepTrace:
     """Run one step of the model without data: nothing is computed, and weights and activations need
     no memory.
@@ -222,6 +226,7 @@ def trace_step(
         like: a trace of the same model in the same dtype and execution, whose graph serves again
             where it holds for this size, and its updates.
         lengths: of the batch, where they vary; None for the greatest.
+        spares_blocks: whether equal blocks of a large mixture are left out of the graph.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -251,7 +256,15 @@ def trace_step(
     with seeded(0), one_rank as group:
         known = {} if like is None else like.known_updates
         return _Tracer(
-            training_spec, batch_size, dtype, execution, options, group, known, lengths
+            training_spec,
+            batch_size,
+            dtype,
+            execution,
+            options,
+            group,
+            known,
+            lengths,
+            spares_blocks,
         ).trace(like)
 
 
@@ -331,17 +344,21 @@ class _Tracer:
     group: "TensorGroup | None"  # of the rank whose step it is
     known_updates: dict[Shapes, UpdateTrace]
     lengths: Mapping[str, int] | None = None
+    spares_blocks: bool = False
 
     def trace(self, like: StepTrace | None) -> StepTrace:
         """Run a step without data, or with data where sizes depend on it."""
         spec, has_blocks = self.training_spec, self.training_spec.defines("blocks")
         known = None if like is None or like.with_data or has_blocks else like.graph
+        spared = None if like is None else like.spared
         if known is not None and known.batch_size in (None, self.batch_size):
             graph, model = known, known.model
         else:
             model = spec.build_model() if has_blocks else on_meta(spec.build_model)
             warn_of_unregistered(model)
             warn_of_modes(model)
+            if self.spares_blocks and not has_blocks:
+                spared = spare_blocks(model)
             if not has_blocks:
                 self.options.prepare(model)
                 (model,) = fake_modules(
@@ -366,7 +383,7 @@ class _Tracer:
                 with FakeTensorMode(), operations:
                     make_fake(stage)
                     trace = self._run(shorter, stage, fake_batch(batch), stands)
-            return replace(trace, graph=graph)
+            return replace(trace, graph=graph, spared=spared)
         except (LayerError, RuntimeError) as cause:
             if not decides_by_values(cause):
                 raise cause if has_blocks else capture_failure(cause, model) from cause

@@ -83,19 +83,23 @@ def promising_sizes(profiles: Profiles, request: Request) -> Sizes:
 
     On a size that is too small more is lost than by any search. So the first three are looked at
     even where no time is left. Where no usual way fits at the smallest size, all sizes are worth a
-    search.
+    search. Of a mixture, experts that ranks divide are the first hope then: no usual way has them,
+    and most of the weights are theirs.
     """
     estimates = _Estimates(profiles, request)
     unseen = estimates.look_around()
 
     sample_s = estimates.sample_s
     likely = min(sample_s, key=lambda size: sample_s[size])
+    shared = _shared_size(likely, profiles, request.options)
     if math.isinf(sample_s[likely]):
-        return Sizes(sample_s, tuple(profiles.sizes))
+        sizes = tuple(profiles.sizes)
+        if shared is not None:
+            sizes = (shared, *(size for size in sizes if size != shared))
+        return Sizes(sample_s, sizes, shared)
 
     smaller = [size for size in reversed(profiles.sizes) if size < likely]
     wanted = [likely, *smaller][: request.tuning.fit.most_sizes]
-    shared = _shared_size(likely, profiles, request.options)
     if shared is not None:
         wanted.insert(1, shared)
     return Sizes(sample_s, tuple(wanted), shared, unseen)
