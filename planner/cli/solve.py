@@ -267,11 +267,12 @@ def fit(args: argparse.Namespace) -> int:
 def _is_trained_here(plan: planner.Plan) -> bool:
     """Return whether the executor has what a plan is priced with: it has no frozen weights of few
     bits, no products in 8, no experts across servers, no sharded parts of divided layers, and no
-    optimizer in the memory of the host.
+    optimizer in the memory of the host; and it needs the graph of the whole model.
     """
     in_few_bits = plan.base_bits is not None or plan.products is not None
     offloaded = plan.cluster.offload is not None
-    return not (in_few_bits or offloaded or plan.experts_across or plan.shards_divided_layers)
+    across = plan.experts_across or plan.shards_divided_layers
+    return plan.trainable and not (in_few_bits or offloaded or across)
 
 
 def price(args: argparse.Namespace) -> int:

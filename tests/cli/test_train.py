@@ -307,7 +307,6 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
     assert not any(is_alive(worker) for worker in workers)
 
 
-@pytest.mark.slow
 def test_workers_end_with_a_killed_launcher(folder: Path) -> None:
     process, workers = start_long_run(folder)
     process.kill()
