@@ -84,7 +84,7 @@ def check_base(plan: Plan) -> None:
 
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
-    check_whole_sequences(plan)
+    check_sequences(plan)
     check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
@@ -97,17 +97,41 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
-def check_whole_sequences(plan: Plan) -> None:
-    """Raise PlanError for a plan whose ranks divide sequences: nothing here computes attention over
-    the keys and values of other ranks.
+def check_sequences(plan: Plan) -> None:
+    """Raise PlanError for ranks that divide sequences, and something beside them that the executor
+    does not divide as well.
     """
-    if plan.divides_sequences:
-        raise PlanError(
-            f"`plan train` does not shard sequences, and this plan shards them over "
-            f"{plan.context_ranks} ranks (context parallelism)",
-            hint="export it for a trainer that does: `system=torchtitan` or `system=megatron`; or "
-            "solve for whole sequences",
+    if not plan.divides_sequences:
+        return
+    shards = any(stage.shards_optimizer for stage in plan.stages)
+    problem = None
+    if set(plan.degrees) != {plan.context_ranks}:
+        problem = (
+            f"in groups of {plan.ranks_per_replica} ranks, which divide layers as well",
+            "solve with `tensor=1`",
         )
+    elif plan.by_samples:
+        problem = "of models whose experts ranks shard", "solve with `tensor=1`"
+    elif shards:
+        problem = (
+            "of replicas that shard their optimizer's state",
+            "solve with `shard_optimizer=never`",
+        )
+    elif plan.compiled:
+        problem = "of compiled layers", "profile without `compiled`"
+    elif plan.cluster.sequence_parallel:
+        problem = (
+            "with sequence parallelism, which divides tokens between sharded layers",
+            "solve without `sequence_parallel`",
+        )
+    if problem is None:
+        return
+    raise PlanError(
+        f"`plan train` does not shard sequences {problem[0]}, and this plan shards them over "
+        f"{plan.context_ranks} ranks (context parallelism)",
+        hint=f"{problem[1]}; or export it for a trainer that does: `system=torchtitan` or "
+        "`system=megatron`",
+    )
 
 
 def check_divided(plan: Plan) -> None:
