@@ -97,41 +97,47 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
+def trains_sequences(plan: Plan) -> bool:
+    """Return whether the executor divides the sequences of a plan, or the plan divides none."""
+    return _obstacle_of_sequences(plan) is None
+
+
 def check_sequences(plan: Plan) -> None:
     """Raise PlanError for ranks that divide sequences, and something beside them that the executor
     does not divide as well.
     """
-    if not plan.divides_sequences:
+    problem = _obstacle_of_sequences(plan)
+    if problem is None:
         return
-    shards = any(stage.shards_optimizer for stage in plan.stages)
-    problem = None
+    what, hint = problem
+    raise PlanError(
+        f"`plan train` does not shard sequences {what}, and this plan shards them over "
+        f"{plan.context_ranks} ranks (context parallelism)",
+        hint=f"{hint}; or export it for a trainer that does: `system=torchtitan` or "
+        "`system=megatron`",
+    )
+
+
+def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
+    """Return where the executor does not divide the sequences of a plan, with a hint."""
+    if not plan.divides_sequences:
+        return None
     if set(plan.degrees) != {plan.context_ranks}:
-        problem = (
-            f"in groups of {plan.ranks_per_replica} ranks, which divide layers as well",
-            "solve with `tensor=1`",
-        )
-    elif plan.by_samples:
-        problem = "of models whose experts ranks shard", "solve with `tensor=1`"
-    elif shards:
-        problem = (
+        what = f"in groups of {plan.ranks_per_replica} ranks, which divide layers as well"
+        return what, "solve with `tensor=1`"
+    if plan.by_samples:
+        return "of models whose experts ranks shard", "solve with `tensor=1`"
+    if any(stage.shards_optimizer for stage in plan.stages):
+        return (
             "of replicas that shard their optimizer's state",
             "solve with `shard_optimizer=never`",
         )
-    elif plan.compiled:
-        problem = "of compiled layers", "profile without `compiled`"
-    elif plan.cluster.sequence_parallel:
-        problem = (
-            "with sequence parallelism, which divides tokens between sharded layers",
-            "solve without `sequence_parallel`",
-        )
-    if problem is None:
-        return
-    raise PlanError(
-        f"`plan train` does not shard sequences {problem[0]}, and this plan shards them over "
-        f"{plan.context_ranks} ranks (context parallelism)",
-        hint=f"{problem[1]}; or export it for a trainer that does: `system=torchtitan` or "
-        "`system=megatron`",
-    )
+    if plan.compiled:
+        return "of compiled layers", "profile without `compiled`"
+    if plan.cluster.sequence_parallel:
+        what = "with sequence parallelism, which divides tokens between sharded layers"
+        return what, "solve without `sequence_parallel`"
+    return None
 
 
 def check_divided(plan: Plan) -> None:

@@ -423,14 +423,15 @@ def _division(
         assert isinstance(tensor, SequenceGroup)
         return divided_sequences(graph, tensor)
 
-    samples = plan.microbatch_size if plan.by_samples else 0
+    samples = 0
+    if plan.by_samples:
+        assert plan.microbatch_size is not None  # or building the modules had failed
+        samples = plan.microbatch_size
     division = division_of(
         graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples
     )
     by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
-    division = replace(
-        division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike
-    )
+    division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike)
     if by_tokens and not division.within(graph, ()).tokens:
         raise PlanError(
             f"{tensor.degree} ranks cannot shard the tokens of any value evenly",

@@ -91,9 +91,7 @@ def divided_sequences(graph: LayerGraph, group: SequenceGroup) -> DividedSequenc
             )
     tokens = tokens_of(graph, group.degree)
     token_steps(graph, group.degree)
-    return DividedSequences(
-        group=group, sequences=group, sequence_tokens=tokens, sends_parts=True
-    )
+    return DividedSequences(group=group, sequences=group, sequence_tokens=tokens, sends_parts=True)
 
 
 class SequenceRegions:
@@ -182,16 +180,13 @@ class SequenceRegions:
     def _crosses_whole(self, node: fx.Node) -> bool:
         """Return whether stages exchange all tokens of a value that ranks have parts of."""
         division = self._division
-        return (
-            node in self._dimensions and node in division.borders and not division.sends_parts
-        )
+        return node in self._dimensions and node in division.borders and not division.sends_parts
 
     def _take_sizes_of_parts(self, node: fx.Node, copy: fx.Node, dimension: int) -> None:
         """Change the sizes that an operation gives its result to those of a part."""
-        if packet_of(node) in (_aten.view, _aten._unsafe_view):
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
             # a part may be laid out in another way than the whole, of which this is a view
-            if isinstance(copy.args[1], (list, tuple)):
-                copy.target = torch.reshape
+            copy.target = torch.reshape
         place = None
         if packet_of(node) in _SIZED:
             place = 1

@@ -38,13 +38,13 @@ class SequenceGroup(TensorGroup):
 
     def own_tokens(self, value: Tensor, dimension: int, tokens: int) -> Tensor:
         """Return this rank's part of a value that is whole on every rank."""
-        by_sequence = value.unflatten(dimension, (-1, tokens))
+        by_sequence = torch.unflatten(value, dimension, (-1, tokens))
         part = by_sequence.chunk(self.degree, dimension + 1)[self.place]
         return part.flatten(dimension, dimension + 1).contiguous()
 
     def all_tokens(self, value: Tensor, dimension: int, tokens: int) -> Tensor:
         """Return the whole of a value of which each rank has a part."""
-        by_sequence = value.unflatten(dimension, (-1, tokens // self.degree))
+        by_sequence = torch.unflatten(value, dimension, (-1, tokens // self.degree))
         whole: Tensor = _Gathered.apply(  # type: ignore[no-untyped-call]
             by_sequence, dimension + 1, self.mesh.get_group()
         )
@@ -153,7 +153,8 @@ class SequenceGroup(TensorGroup):
             dimension: of the logits' tokens; the second one is that of the classes.
             tokens: of a sequence.
         """
-        assert weight is None and label_smoothing == 0
+        assert weight is None
+        assert label_smoothing == 0
         own = self.own_tokens(labels, max(0, dimension - 1), tokens)
         loss = F.cross_entropy(logits, own, ignore_index=ignore_index, reduction="sum")
         if reduction == MEAN:

@@ -14,7 +14,6 @@ shape (samples x tokens, features). A rank then has its part of each sequence.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import sympy
@@ -31,7 +30,7 @@ from planner.model.tensor.dimensions import (
     packet_of,
     shape_of,
 )
-from planner.model.torch_private import OpOverload
+from planner.model.torch_private import HigherOrderOperator, OpOverload
 
 _aten = torch.ops.aten
 ATTENTION = _aten.scaled_dot_product_attention.default
@@ -128,12 +127,10 @@ class _Walk:
         """Raise PlanError for an operation that writes what it reads of the divided values, or
         whose gradient may not be linear in that of its result.
         """
-        value = node.meta.get("val")
+        if isinstance(node.target, HigherOrderOperator):
+            raise _not_captured(str(node.target))
         if not isinstance(node.target, OpOverload):
-            own_code = isinstance(value, torch.Tensor) and value.requires_grad
-            if own_code and node.target is not getitem:
-                raise _not_captured(str(node.target))
-            return
+            return  # of Python's numbers, or an element of a tuple
         if node.target.namespace != "aten":
             raise _not_captured(str(node.target))
         if node.target._schema.is_mutable and not self._divided(node).keys().isdisjoint(
@@ -205,8 +202,7 @@ class _Walk:
             raise PlanError(
                 f"{self._degree} ranks cannot shard the {' '.join(map(str, heads))} heads of "
                 f"attention '{node.name}' evenly",
-                hint=f"let the model have a multiple of {self._degree} heads, or "
-                f"{WHOLE_SEQUENCES}",
+                hint=f"let the model have a multiple of {self._degree} heads, or {WHOLE_SEQUENCES}",
             )
         parts = {}
         for place in range(3):

@@ -102,11 +102,17 @@ class Case(NamedTuple):
     microbatches: int = 2
 
 
-TWO = [Case("attention", (1,)), Case("packed", (1,)), Case("flattened", (1,)), Case("llama", (1,))]
+# of labels that do not count no two microbatches of `llama` have equally many, so there is one
+TWO = [
+    Case("attention", (1,)),
+    Case("packed", (1,)),
+    Case("flattened", (1,)),
+    Case("llama", (1,), microbatches=1),
+]
 FOUR = [
     Case("attention", (1, 1), microbatches=3),
     Case("attention", (1, 1), "1f1b", 1),
-    Case("llama", (1, 1)),
+    Case("llama", (1, 1), microbatches=1),
     Case("tied head", (1, 1)),
     Case("attention", (2,)),
     Case("packed", (2,), "1f1b", 1),
@@ -218,9 +224,7 @@ def test_checkpoints_go_from_divided_sequences_to_whole_ones_and_back(tmp_path: 
     for number, plan in enumerate(plans):
         options = CheckpointOptions(every=4, folder=folder, resume="auto" if number else None)
         steps = 4 * (number + 1)
-        jobs.append(
-            Job(model=str(path), plan=plan, steps=steps, seed=SEED, checkpoints=options)
-        )
+        jobs.append(Job(model=str(path), plan=plan, steps=steps, seed=SEED, checkpoints=options))
     results = run_jobs(jobs, tmp_path)
     losses, _ = Reference(path, 2).train(plans[0], 4 * len(plans))
     found = [entry.loss for result in results for entry in result.losses]
