@@ -122,7 +122,7 @@ def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
     """Return where the executor does not divide the sequences of a plan, with a hint."""
     if not plan.divides_sequences:
         return None
-    if set(plan.degrees) != {plan.context_ranks}:
+    if not plan.divides_alike or plan.ranks_per_replica != plan.context_ranks:
         what = f"in groups of {plan.ranks_per_replica} ranks, which divide layers as well"
         return what, "solve with `tensor=1`"
     if plan.by_samples:

@@ -11,7 +11,7 @@ import planner
 from planner.cost.context import with_context
 from planner.cost.network.link import Link
 from planner.cost.tensor import costs_at, profile_at
-from planner.errors import InputError, PlanError, ProfileError
+from planner.errors import InputError, ProfileError
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.plan_parts import config_words
 from planner.formats.profile import Edge, Layer, Profile

@@ -24,7 +24,8 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)
+        self.embed = nn.Embedding(20, 16)
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 20)
 
     def attend(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v)
@@ -66,7 +67,7 @@ def whole_operations(graph: LayerGraph, degree: int = 2) -> list[str]:
     """Return the operations on the way to the loss that every rank computes whole."""
     steps = token_steps(graph, degree)
     return [
-        node.name
+        node.target.overloadpacket.__name__
         for layer in graph.layers
         for node in layer.nodes
         if node not in steps
@@ -92,10 +93,16 @@ def test_ranks_have_their_tokens_of_all_that_has_a_gradient(tmp_path: Path) -> N
     [
         ("x = x + x.cumsum(1)", ["cumsum"]),
         ("x = x + x.mean(1, keepdim=True)", ["mean"]),
-        ("x = torch.cat([x[:, :1], x], 1)[:, 1:]", ["slice_1", "cat", "slice_2"]),
+        ("x = torch.cat([x[:, :1], x], 1)[:, 1:]", ["slice", "cat", "slice", "slice"]),
         ("x = x + torch.rand_like(x) * x", ["rand_like"]),
         ("x = F.layer_norm(x, (8, 16))", ["layer_norm"]),
-        ("x = x.permute(1, 0, 2).reshape(-1, 16).view(8, -1, 16).transpose(0, 1)", []),
+        ("x = x.reshape(-1, 16).sin().view(-1, 8, 16)", []),
+        ("x = x.transpose(0, 1).contiguous().unsqueeze(0).squeeze(0).transpose(0, 1)", []),
+        # tokens of all samples one after the other
+        (
+            "x = x.transpose(0, 1).reshape(-1, 16).view(8, -1, 16).transpose(0, 1)",
+            ["reshape", "view", "transpose"],
+        ),
     ],
 )
 def test_what_looks_at_several_tokens_is_whole(body: str, whole: list[str], tmp_path: Path) -> None:
@@ -107,7 +114,7 @@ def test_what_looks_at_several_tokens_is_whole(body: str, whole: list[str], tmp_
     [
         (f"{MEAN[:-1]}, reduction='sum')", 0),
         (f"{MEAN[:-1]}, label_smoothing=0.1)", 1),
-        (f"{MEAN[:-1]}, weight=torch.ones(20))", 1),
+        (f"{MEAN[:-1]}, weight=torch.ones(20))", 2),
         (f"{MEAN[:-1]}, reduction='none').mean()", 2),
         ("F.cross_entropy(output.transpose(1, 2), target)", 0),
         ("output.square().mean()", 1),
@@ -118,7 +125,12 @@ def test_only_plain_losses_are_sums_over_the_ranks(loss: str, whole: int, tmp_pa
 
 
 def test_a_gradient_by_frequency_needs_all_indices(tmp_path: Path) -> None:
-    more = "\ndef build_model(made=Net):\n    net = made()\n    net.embed.scale_grad_by_freq = True\n    return net\n"
+    more = """
+def build_model():
+    net = Net()
+    net.embed.scale_grad_by_freq = True
+    return net
+"""
     assert "embedding" in whole_operations(captured(tmp_path, more=more))
 
 
@@ -166,5 +178,5 @@ twice.register_fake(lambda x: torch.empty_like(x))
 twice.register_autograd(lambda ctx, gradient: gradient.clamp(-1, 1))
 """
     graph = captured(tmp_path, "x = twice(x)", more=more)
-    with pytest.raises(PlanError, match="planner_tests.twice"):
+    with pytest.raises(PlanError, match=r"planner_tests\.twice"):
         divided_sequences(graph, SequenceGroup(2, 0))
