@@ -308,6 +308,8 @@ class _Walk:
         """Return whether a dimension of a result holds whole sequences of tokens."""
         value = node.meta["val"]
         values = value if isinstance(value, (tuple, list)) else [value]
+        if not all(isinstance(each, torch.Tensor) for each in values):
+            return False
         sizes = [self._graph.reader.sizes(each) for each in values]
         return all(each is not None and self._holds_sequences(each[dimension]) for each in sizes)
 
