@@ -153,6 +153,7 @@ def test_ranks_that_divide_sequences_train_as_one_process(
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
         reference = Reference(Path(job.model), job.plan.microbatches)
         losses, expected = reference.train(job.plan, STEPS)
+        assert result.context == 2
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-10)
         weights = torch.load(str(job.save_weights), weights_only=True)
         assert_close(weights, expected, 1e-10, 1e-12)
