@@ -34,7 +34,7 @@ STAGE_OPTIONS = (
     Axis("recomputation, by layers", "yes", "yes", "yes", "Megatron", "yes"),
     Axis("recomputation, attention alone", "`plan price`", "yes", "yes", "Megatron", "yes"),
     Axis("loss in chunks of tokens", "`--stack compiled`", "yes", "yes", "no", "undivided layers"),
-    Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "no"),
+    Axis("context parallelism", "yes", "yes", "yes", "Megatron, torchtitan", "undivided layers"),
     Axis("optimizer states in bfloat16", "`plan fit`", "yes", "yes", "no", "as one process"),
     Axis("optimizer states in 8 bits", "`plan fit`", "yes", "yes", "no", "undivided layers"),
     Axis("optimizer in host memory", "`--offload optimizer`", "yes", "yes", "DeepSpeed", "no"),

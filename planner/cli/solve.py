@@ -157,6 +157,8 @@ def solve(args: argparse.Namespace) -> int:
 
 def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     """Return the line with which an answer ends: what to type next."""
+    from planner.plan.trainable import trains_sequences
+
     named = ""
     if args.output != arguments.PLAN:
         named = f" --plan {shlex.quote(str(args.output))}"
@@ -164,7 +166,7 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     if args.profile != str(arguments.PROFILE):
         profile = f" --profile {shlex.quote(args.profile)}"
     train = ""
-    if plan.divides_sequences:
+    if not trains_sequences(plan):
         train = f", or plan export --to torchtitan{named}"
     elif plan.trainable and plan.cluster.offload is None:
         train = f", or plan train MODEL.py{named}"
@@ -226,6 +228,7 @@ def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
 def fit(args: argparse.Namespace) -> int:
     """Run the verb, and return its exit code."""
     from planner.api.servers import number_of_gpus
+    from planner.plan.trainable import trains_sequences
     from planner.reporting.tables.links import links_warning
 
     gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
@@ -256,7 +259,7 @@ def fit(args: argparse.Namespace) -> int:
     files = "" if Path(model).name != model else f"{model}, "
     steps = NEXT.format(folder=answer.folder, files=files)
     plan = answer.asked.plan
-    if plan.divides_sequences:  # which the executor does not
+    if not trains_sequences(plan):
         steps += EXPORT
     elif _is_trained_here(plan):
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)

@@ -14,7 +14,9 @@ which is that of a ring with c steps, the first of which needs no message (Liu e
 Attention", 2023, section 3). Compute is divided evenly: a rank has tokens from both ends of a
 sequence (Llama 3, 2024, section 3.3.2).
 
-Not priced: products of fewer rows that fill a GPU less, and all-to-alls in place of the ring.
+Not priced: products of fewer rows that fill a GPU less, and all-to-alls in place of the ring, with
+which `plan train` works: of queries, keys, values and results each rank sends (c-1)/c of its own
+part, 1/c of the whole, forth in a forward and back in a backward.
 """
 
 from collections.abc import Collection, Sequence

@@ -62,7 +62,7 @@ class ModelOptions(Options):
     context: Sequence[int] = option(
         (),
         "also price layers under context parallelism of these degrees, as in 2,4,8: that many "
-        "ranks shard every sequence; not with `tensor`. `plan train` does not train such plans",
+        "ranks shard every sequence; not with `tensor`",
         "C,C",
         parse=degrees,
         aliases=("--context-parallel-size",),

@@ -84,7 +84,7 @@ def check_base(plan: Plan) -> None:
 
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
-    check_whole_sequences(plan)
+    check_sequences(plan)
     check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
@@ -97,17 +97,47 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
-def check_whole_sequences(plan: Plan) -> None:
-    """Raise PlanError for a plan whose ranks divide sequences: nothing here computes attention over
-    the keys and values of other ranks.
+def trains_sequences(plan: Plan) -> bool:
+    """Return whether the executor divides the sequences of a plan, or the plan divides none."""
+    return _obstacle_of_sequences(plan) is None
+
+
+def check_sequences(plan: Plan) -> None:
+    """Raise PlanError for ranks that divide sequences, and something beside them that the executor
+    does not divide as well.
     """
-    if plan.divides_sequences:
-        raise PlanError(
-            f"`plan train` does not shard sequences, and this plan shards them over "
-            f"{plan.context_ranks} ranks (context parallelism)",
-            hint="export it for a trainer that does: `system=torchtitan` or `system=megatron`; or "
-            "solve for whole sequences",
+    problem = _obstacle_of_sequences(plan)
+    if problem is None:
+        return
+    what, hint = problem
+    raise PlanError(
+        f"`plan train` does not shard sequences {what}, and this plan shards them over "
+        f"{plan.context_ranks} ranks (context parallelism)",
+        hint=f"{hint}; or export it for a trainer that does: `system=torchtitan` or "
+        "`system=megatron`",
+    )
+
+
+def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
+    """Return where the executor does not divide the sequences of a plan, with a hint."""
+    if not plan.divides_sequences:
+        return None
+    if not plan.divides_alike or plan.ranks_per_replica != plan.context_ranks:
+        what = f"in groups of {plan.ranks_per_replica} ranks, which divide layers as well"
+        return what, "solve with `tensor=1`"
+    if plan.by_samples:
+        return "of models whose experts ranks shard", "solve with `tensor=1`"
+    if any(stage.shards_optimizer for stage in plan.stages):
+        return (
+            "of replicas that shard their optimizer's state",
+            "solve with `shard_optimizer=never`",
         )
+    if plan.compiled:
+        return "of compiled layers", "profile without `compiled`"
+    if plan.cluster.sequence_parallel:
+        what = "with sequence parallelism, which divides tokens between sharded layers"
+        return what, "solve without `sequence_parallel`"
+    return None
 
 
 def check_divided(plan: Plan) -> None:

@@ -170,7 +170,7 @@ def _finish_round(
     shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int
 ) -> Iterator[Instruction]:
     per_round = shape.minibatches_per_update(stage)
-    if per_round > 1:
+    if per_round > 1 or shape.sums_in_replicas:
         yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
     yield from send_shared(shape, stage, rank, round_)
     if round_ >= shape.lag(stage):

@@ -81,7 +81,7 @@ def finish_minibatch(
     left to divide by.
     """
     for stage in stages:
-        if len(shape.ranks[stage]) > 1:
+        if shape.sums_gradients(stage):
             yield do.AllReduce(stage, minibatch, divisor=1)
         yield from send_shared(shape, stage, rank, minibatch)
     # All stages send before one of them waits for the others: two stages of a worker cannot block

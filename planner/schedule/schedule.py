@@ -205,6 +205,9 @@ class PipelineShape:
     depths: tuple[int, ...] | None = None
     # pairs of stages that hold the same weights (`planner.schedule.versions`)
     shared: tuple[tuple[int, int], ...] = ()
+    # whether a replica is several workers that add up their gradients, as ranks that divide
+    # sequences do
+    sums_in_replicas: bool = False
 
     def __post_init__(self) -> None:
         # What users ask for is checked where they ask (`planner.plan.shape`,
@@ -218,6 +221,10 @@ class PipelineShape:
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(map(len, self.ranks))
+
+    def sums_gradients(self, stage: int) -> bool:
+        """Return whether several workers add up their gradients of a stage with every round."""
+        return len(self.ranks[stage]) > 1 or self.sums_in_replicas
 
     @property
     def first_stages(self) -> dict[int, int]:

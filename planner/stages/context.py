@@ -7,8 +7,8 @@ all of them the same work.
 
 A replica of a stage is then a group of c ranks, or of c times as many as divide its layers. All
 stages of a plan have the same c. What it costs is in `planner.cost.context`, the groups are those
-of `planner.stages.tensor`, and how it is exported is in `planner.exports`. `plan train` builds no
-module for it, and refuses such plans.
+of `planner.stages.tensor`, and how it is exported is in `planner.exports`. `plan train` exchanges
+tokens for heads about attention, in place of the ring (`planner.model.context`).
 """
 
 from collections.abc import Sequence

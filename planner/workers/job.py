@@ -116,6 +116,7 @@ class TrainResult(Shown, Record):
     """
 
     config: str
+    context: int | None = None  # ranks that divide every sequence, which `config` counts
     device: str | None = None  # the kind that computed
     device_name: str | None = None  # of worker 0
     backend: Backend | None = None  # of messages

@@ -147,6 +147,11 @@ def by_tokens(plan: Plan) -> Plan:
     )
 
 
+def by_sequences(plan: Plan, ranks: int) -> Plan:
+    """The plan with so many ranks for each of its own, which divide sequences."""
+    return in_groups(plan, ranks).model_copy(update={"context": ranks})
+
+
 def sharded(plan: Plan, level: int = 1, group: int | None = None) -> Plan:
     """The plan whose replicated stages divide the optimizer, or more, over their replicas."""
     stages = [

@@ -116,7 +116,11 @@ def pipeline_context(
         data = ComparedBatches(divided_data(data, plan, built, lasting, rank, tensor), comparison)
     check_sizes(built.training.values(), data.last_sizes, built.other_sizes, lasting)
 
-    shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
+    shape = replace(
+        shape_of(plan),
+        shared=tuple(sorted(built.shared)),
+        sums_in_replicas=plan.divides_sequences,
+    )
     stages = _with_optimizers(built, job, lasting, plan, shape, place, rank, everyone)
     facts += _facts_of_optimizers(stages)
     minibatches = _minibatches(job, plan, shape, data)

@@ -54,11 +54,14 @@ class Groups:
     Attributes:
         links: between stages.
         replicas: one for each replicated stage of this worker.
+        sums: by stage, the workers whose gradients add up: the replicas, and where ranks divide
+            sequences all ranks of all replicas.
         joint: of all workers with stages, where these clip or scale their gradients together.
     """
 
     links: LinkGroups
     replicas: Mapping[int, dist.ProcessGroup]
+    sums: Mapping[int, dist.ProcessGroup]
     joint: dist.ProcessGroup | None
 
     @classmethod
@@ -86,7 +89,25 @@ class Groups:
             made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
-        return cls(links, replicas, _joint_group(context))
+        sums = replicas
+        if context.job.plan.divides_sequences:
+            sums = _groups_of_sequences(context)
+        return cls(links, replicas, sums, _joint_group(context))
+
+
+def _groups_of_sequences(context: PipelineContext) -> dict[int, dist.ProcessGroup]:
+    """Return the groups in which ranks that divide sequences add up the gradients of all weights,
+    by this worker's stages; all workers call it.
+    """
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups = {}
+    for index, stage in enumerate(context.job.plan.stages):
+        ranks = tuple(stage.ranks)
+        if ranks not in made:
+            made[ranks] = context.groups.for_collectives(ranks)
+        if context.rank in ranks:
+            groups[index] = made[ranks]
+    return groups
 
 
 def _joint_group(context: PipelineContext) -> dist.ProcessGroup | None:
@@ -133,7 +154,7 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
     )
     links.reserve(layouts, context.microbatch_size)
     stages = {
-        number: StageReplica(stage, context, groups.replicas.get(number))
+        number: StageReplica(stage, context, groups.sums.get(number))
         for number, stage in held.items()
     }
     return PipelineWorker(

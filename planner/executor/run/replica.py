@@ -44,7 +44,7 @@ class _InFlight:
 
 class StageReplica:
     """Computes one stage for the units that come to this worker; `replicas` is the group of
-    several.
+    several, or of all ranks that divide the sequences of replicas, whose gradients add up.
     """
 
     def __init__(

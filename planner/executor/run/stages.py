@@ -41,14 +41,14 @@ from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.stage.whole_output import WholeOutput
-from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
+from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import sharded_units
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
 from planner.plan.sums import Sum
-from planner.plan.trainable import check_base, check_divided, check_whole_sequences
+from planner.plan.trainable import check_base, check_divided, check_sequences
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
 from planner.workers.job import Job
@@ -283,17 +283,21 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
-    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank,
-    or the plan leaves the worker out.
+    """Return the group of ranks that divides a worker's layers or sequences; None where each is
+    whole on a rank, or the plan leaves the worker out.
     """
     check_base(plan)
-    check_whole_sequences(plan)
+    check_sequences(plan)
     check_divided(plan)
     own = next((stage for stage in plan.stages if rank in stage.ranks), None)
     if own is None or not own.divides_layers:
         return None
-    from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
+    # with DTensor, whose import takes a second
+    from planner.model.context.group import SequenceGroup
+    from planner.model.tensor.group import TensorGroup
 
+    if plan.divides_sequences:
+        return SequenceGroup(own.ranks_per_replica, own.place_of(rank))
     return TensorGroup(own.ranks_per_replica, own.place_of(rank))
 
 
@@ -355,19 +359,7 @@ def build_modules(
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:
-        samples = plan.microbatch_size if plan.by_samples else 0
-        division = division_of(
-            graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples
-        )
-        by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
-        division = replace(
-            division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike
-        )
-        if by_tokens and not division.within(graph, ()).tokens:
-            raise PlanError(
-                f"{tensor.degree} ranks cannot shard the tokens of any value evenly",
-                hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
-            )
+        division = _division(plan, spec, graph, tensor)
     chunks = loss_chunks(plan, graph)
     alike = Variant(compiled=plan.compiled, division=division, loss_chunks=chunks)
     if os.environ.get("RANK") == "0":
@@ -418,6 +410,34 @@ def build_modules(
         output=compared,
         state=_state(job, graph, spec),
     )
+
+
+def _division(
+    plan: Plan, spec: TrainingSpec, graph: LayerGraph, tensor: "TensorGroup"
+) -> DividedWeights:
+    """Return what a group of ranks divides of the captured model: its sequences, or its weights."""
+    if plan.divides_sequences:
+        from planner.model.context.division import divided_sequences
+        from planner.model.context.group import SequenceGroup
+
+        assert isinstance(tensor, SequenceGroup)
+        return divided_sequences(graph, tensor)
+
+    samples = 0
+    if plan.by_samples:
+        assert plan.microbatch_size is not None  # or building the modules had failed
+        samples = plan.microbatch_size
+    division = division_of(
+        graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples
+    )
+    by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
+    division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike)
+    if by_tokens and not division.within(graph, ()).tokens:
+        raise PlanError(
+            f"{tensor.degree} ranks cannot shard the tokens of any value evenly",
+            hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
+        )
+    return division
 
 
 def loss_chunks(plan: Plan, graph: LayerGraph) -> int:

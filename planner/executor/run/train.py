@@ -314,6 +314,7 @@ def gather_result(
     newest = None if checkpointer is None else checkpointer.newest
     return TrainResult(
         config=plan.config,
+        context=plan.context,
         device=place.kind,
         device_name=place.device_name,
         backend=place.backend,

@@ -39,7 +39,9 @@ def check_separate(
         return
 
     ways = [parts] if sum(map(bool, parts)) > 1 else []
-    by_elements = any(stage.shards_optimizer or stage.divides_layers for stage in plan.stages)
+    # ranks that divide sequences have whole weights
+    divides_weights = plan.divides_layers and not plan.divides_sequences
+    by_elements = divides_weights or any(stage.shards_optimizer for stage in plan.stages)
     tried = separability(spec, whole, ways, device, by_elements=by_elements)
     _check_optimizer(tried, plan, divided=bool(ways) or by_elements)
 

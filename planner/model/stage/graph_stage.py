@@ -20,7 +20,6 @@ from planner.model.stage.chunked_loss import HeadAndLoss, chunked_code, end_with
 from planner.model.stage.code import FUNCTIONS, compiled
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.weights import holder_of, place_of, weights_of
-from planner.model.tensor.division import Regions
 
 # begins the names of constants and nested graphs, which are of this graph alone
 CONSTANT = "_constant_"
@@ -156,7 +155,7 @@ class SegmentBuilder:
         self._region_writer = RegionWriter(self._new)
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
-        self._regions = Regions(graph, variant.division, self._new)
+        self._regions = variant.division.writer(graph, self._new)
         # what runs in chunks of the tokens
         self._end: HeadAndLoss | None = None
         if variant.loss_chunks > 1:

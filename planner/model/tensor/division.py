@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,6 +50,26 @@ if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with gro
 _aten = torch.ops.aten
 
 Copies = dict[fx.Node, fx.Node]  # of a graph's nodes, in the code of a stage
+
+
+class CodeWriter(Protocol):
+    """Protocol of what says how a group of ranks computes the operations of a piece of code."""
+
+    def taken(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """Return a value that enters the piece."""
+        ...
+
+    def made(self, node: fx.Node, copies: Copies) -> fx.Node:
+        """Return a value as it leaves the piece."""
+        ...
+
+    def reader(self, node: fx.Node, copies: Copies) -> Callable[[fx.Node], fx.Node]:
+        """Return what an operation reads in place of the values that it read in the graph."""
+        ...
+
+    def result(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        """Return the result of an operation, given its copy that `reader` has served."""
+        ...
 
 
 class Regions:
@@ -359,6 +379,10 @@ class DividedWeights:
     def is_first_rank(self) -> bool:
         """Whether this rank saves and counts what all ranks of the group have alike."""
         return self.group is None or self.group.place == 0
+
+    def writer(self, graph: LayerGraph, code: fx.Graph) -> "CodeWriter":
+        """Return what writes the code of a piece of a stage."""
+        return Regions(graph, self, code)
 
     def samples_of(self, size: int) -> int:
         """Return how many samples of a microbatch a rank has."""

@@ -269,8 +269,8 @@ class TensorGroup:
         dimension = query.dim() - 3
         heads = query.shape[dimension]
         if enable_gqa and key.shape[dimension] % self.degree:
-            key = _expanded(key, heads)
-            value = _expanded(value, heads)
+            key = expanded(key, heads)
+            value = expanded(value, heads)
             enable_gqa = False
         divides = (
             dimension >= 0 and heads % self.degree == 0 and key.shape[dimension] % self.degree == 0
@@ -293,14 +293,10 @@ class TensorGroup:
         noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
         if divides:
             noise = noise.chunk(self.degree, dimension)[self.place]
-        if enable_gqa:
-            k = _expanded(k, q.shape[-3])
-            v = _expanded(v, q.shape[-3])
-        if is_causal:
-            square = (q.shape[-2], k.shape[-2])
-            mask = torch.ones(square, dtype=torch.bool, device=q.device).tril()
-        weights = _attention_weights(q, k, mask, scale)
-        return DTensor.from_local((weights * noise) @ v, self.mesh, [placement], run_check=False)
+        made = attention_with_noise(
+            q, k, v, mask, noise, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return DTensor.from_local(made, self.mesh, [placement], run_check=False)
 
     def _local_mask(self, mask: Tensor, heads: int, *, divides: bool) -> Tensor:
         """Return this rank's part of an attention mask.
@@ -323,6 +319,30 @@ def _local(value: Tensor, placement: Placement) -> Tensor:
     assert isinstance(value, DTensor)
     part: Tensor = value.redistribute(placements=[placement]).to_local()
     return part
+
+
+def attention_with_noise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    noise: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return attention whose weights are multiplied by `noise`, of shape (..., queries, keys), in
+    place of dropout.
+    """
+    if enable_gqa:
+        key = expanded(key, query.shape[-3])
+        value = expanded(value, query.shape[-3])
+    if is_causal:
+        square = (query.shape[-2], key.shape[-2])
+        mask = torch.ones(square, dtype=torch.bool, device=query.device).tril()
+    weights = _attention_weights(query, key, mask, scale)
+    return (weights * noise) @ value
 
 
 def _attention_weights(
@@ -406,6 +426,6 @@ def _again(gathered: Any) -> DTensor:
     return whole
 
 
-def _expanded(value: Tensor, heads: int) -> Tensor:
+def expanded(value: Tensor, heads: int) -> Tensor:
     times = heads // value.shape[-3]
     return value.unsqueeze(-3).expand(*value.shape[:-2], times, *value.shape[-2:]).flatten(-4, -3)

@@ -56,7 +56,7 @@ def _loss_or(loss: float | None, value: float) -> float:
 def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     samples = f"{result.minibatches} of {result.minibatch_size} samples"
     return [
-        ("config", config_words(result.config)),
+        ("config", config_words(result.config, result.context or 1)),
         ("schedule", str(result.schedule)),
         ("device", _device_words(result)),
         ("minibatches", f"{samples} in {result.seconds:.1f} s"),

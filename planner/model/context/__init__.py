@@ -1,0 +1,1 @@
+"""Context parallelism: ranks that divide the sequences of every microbatch."""
