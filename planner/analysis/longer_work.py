@@ -4,11 +4,13 @@
 
 A run measures workers, not layers. Where one of them is slow, its device is: its stage belongs on
 another one, or must become smaller. Where all of them are, the work is, and it stays as slow on
-another device. So all layers of a stage count as longer by the same factor then.
+another device. So all layers of a stage count as longer by the same factor then. A worker that is
+far slower than the others beside that has a slow device, too: its layers became longer as those of
+the others did.
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 from planner.analysis.measured_cluster import MeasuredCluster, WorkerSpeed
 from planner.formats.files import replace
@@ -21,6 +23,15 @@ def all_slower(found: MeasuredCluster, tuning: MeasuredTuning) -> bool:
     """Return whether all workers are so much slower that it is the work that became longer."""
     speeds = [worker.speed for worker in found.workers]
     return len(speeds) > 1 and max(speeds) < tuning.all_slower
+
+
+def slow_devices(workers: Sequence[WorkerSpeed], tuning: MeasuredTuning) -> dict[int, float]:
+    """Return the workers whose devices are slow, where the work became longer for all: by rank, the
+    speed relative to the others'.
+    """
+    slowest = max(worker.speed for worker in workers) / tuning.most_uneven_work
+    usual = median(worker.speed for worker in workers if worker.speed >= slowest)
+    return {worker.rank: worker.speed / usual for worker in workers if worker.speed < slowest}
 
 
 def longer_layers(

@@ -80,7 +80,7 @@ def measured_cluster(
     levels = _corrected_levels(plan.cluster, links, tuning.same_rate)
     speeds = {worker.rank: worker.speed for worker in workers}
     speeds |= {rank: 1 / ratio for rank, ratio in left_out.items()}
-    kinds = _corrected_kinds(plan.cluster, speeds, tuning.same_speed)
+    kinds = kinds_of_speeds(plan.cluster, speeds, tuning)
     cluster = replace(plan.cluster, levels=levels, kinds=kinds)
     return MeasuredCluster(cluster=cluster, workers=workers, links=links)
 
@@ -132,10 +132,19 @@ def _key(event: Event) -> tuple[int, str, int, int, int]:
     return event.rank, event.kind, event.stage, event.minibatch, event.microbatch
 
 
-def _corrected_kinds(
-    cluster: Cluster, speeds: Mapping[int, float], same: float
+def kinds_of_speeds(
+    cluster: Cluster, speeds: Mapping[int, float], tuning: MeasuredTuning
 ) -> tuple[DeviceKind, ...]:
-    """Return the kinds of devices by rank, where some are not as fast as planned."""
+    """Return a cluster's kinds of devices, where some are not as fast as planned.
+
+    Args:
+        cluster: as planned.
+        speeds: of devices relative to that, by rank; those of others are as planned.
+        tuning: which differences count.
+    """
+    same = tuning.same_speed
+    if not speeds:
+        return cluster.kinds
     kinds: list[DeviceKind] = []
     for rank in range(cluster.gpus):
         if cluster.kinds:

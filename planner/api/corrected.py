@@ -13,8 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planner.analysis.few_kinds import with_few_kinds
-from planner.analysis.longer_work import all_slower, longer_layers, profile_of_longer
-from planner.analysis.measured_cluster import measured_cluster, on_cluster
+from planner.analysis.longer_work import (
+    all_slower,
+    longer_layers,
+    profile_of_longer,
+    slow_devices,
+)
+from planner.analysis.measured_cluster import kinds_of_speeds, measured_cluster, on_cluster
 from planner.analysis.recut import recut
 from planner.errors import PlannerError
 from planner.formats.drift import Corrected
@@ -63,27 +68,30 @@ def corrected(
     cluster = found.cluster
     longer = dict(longer or {})
     if all_slower(found, tuning.measured):
-        longer = longer_layers(plan, found.workers, longer)
-        cluster = replace(cluster, kinds=plan.cluster.kinds)
+        slow = slow_devices(found.workers, tuning.measured)
+        of_work = [
+            replace(worker, speed=worker.speed / slow.get(worker.rank, 1.0))
+            for worker in found.workers
+        ]
+        longer = longer_layers(plan, of_work, longer)
+        cluster = replace(cluster, kinds=kinds_of_speeds(plan.cluster, slow, tuning.measured))
     work = profile_of_longer(profile, longer)
     if plan.profile_digest == profile.digest:  # or it is refused
         plan = replace(plan, profile_digest=work.digest)
     there = on_cluster(work, plan, cluster)
     expected_s = there.predicted.seconds_per_minibatch
 
-    options = replace(
-        options_asked(plan),
-        time_limit_s=tuning.measured.solving_s,
-        accept_divided_loss=True,  # it was accepted, or else the plan would not run
-    )
+    # A loss that is no mean was accepted, or else the plan would not run.
+    options = replace(options_asked(plan), accept_divided_loss=True)
     searched = with_few_kinds(cluster, tuning.mixed.most_kinds)
-    better = solve(Request.of(work, searched, options, tuning))
+    request = Request.of(work, searched, options, tuning)
+    better = solve(replace(request, clock=_clock_beside_a_run(tuning)))
     if searched != cluster:
         better = on_cluster(work, better, cluster)
-    # Noise makes many kinds, and who leaves out a worker loses what it may be worth tomorrow.
-    if better.workers < cluster.gpus or searched != cluster:
-        clock = Clock.of(tuning.measured.solving_s)
-        better = _preferred(better, recut(work, plan, cluster, clock), tuning)
+    # Other cuts of the same stages are found soon, where the search was not over; where noise makes
+    # many kinds; and who leaves out a worker loses what it may be worth tomorrow.
+    busy = recut(work, plan, cluster, _clock_beside_a_run(tuning))
+    better = _preferred(better, busy, tuning)
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
@@ -91,6 +99,15 @@ def corrected(
     # The next answer begins with the profile as it was, too.
     better = replace(better, profile_digest=profile.digest)
     return Corrected(expected_s=expected_s, better=better, longer=longer)
+
+
+def _clock_beside_a_run(tuning: Tuning) -> Clock:
+    """Return the clock of a search, which waits for the processors that training leaves it."""
+    measured = tuning.measured
+    wall_s = measured.solving_s * measured.max_wall_per_cpu_second
+    return Clock.of(
+        wall_s, tuning=tuning.clock, computing_share=1 / measured.max_wall_per_cpu_second
+    )
 
 
 def _preferred(better: Plan, busy: Plan, tuning: Tuning) -> Plan:

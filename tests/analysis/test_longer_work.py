@@ -40,7 +40,7 @@ def test_longer_samples_alone_are_no_reason_for_another_plan(model: Profile, pla
 
 
 def test_layers_leave_a_stage_that_became_longer_than_others(model: Profile, plan: Plan) -> None:
-    answer = corrected(model, plan, longer(plan, 1.2, 1.2, 3.0, 1.2))
+    answer = corrected(model, plan, longer(plan, 1.2, 1.2, 1.8, 1.2))
 
     better = answer.better
     assert better is not None
@@ -54,6 +54,21 @@ def test_layers_leave_a_stage_that_became_longer_than_others(model: Profile, pla
     assert again.better is None
     expected_s = better.predicted.seconds_per_minibatch
     assert again.expected_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_a_worker_far_slower_than_longer_work_makes_others_has_a_slow_device(
+    model: Profile, plan: Plan
+) -> None:
+    answer = corrected(model, plan, longer(plan, 1.2, 1.2, 3.0, 1.2))
+
+    better = answer.better
+    assert better is not None
+    speeds = [better.cluster.kind_of(rank).speed for rank in range(4)]
+    assert speeds == pytest.approx([1.0, 1.0, 0.4, 1.0], rel=0.02)
+    assert set(answer.longer) == {layer.name for layer in model.layers}
+    assert list(answer.longer.values()) == pytest.approx([1.2] * len(model.layers), rel=0.02)
+    (slow,) = (stage for stage in better.stages if 2 in stage.ranks)
+    assert len(slow.layers) < 4
 
 
 def test_one_slow_worker_is_a_slow_device(model: Profile, plan: Plan) -> None:

@@ -95,8 +95,9 @@ class Disturbance:
         return {"REPLAN_LAYERS": str(self.layers), "REPLAN_SLOWER": str(self.times_slower)}
 
 
-# A worker that is left out comes back ten times as late as the move before it has taken.
-_LONG = Spans(during_s=25.0, after_s=45.0)
+# A device that is 20 times slower takes most of a minute for a window of minibatches; and a worker
+# that is left out comes back ten times as late as the move before it has taken.
+_LONG = Spans(during_s=100.0, after_s=60.0)
 CASES = (
     Disturbance("emulated", "1Gbps", emulated=True),
     Disturbance("core", "1Gbps"),

@@ -172,11 +172,16 @@ class MeasuredTuning:
     same_speed: float = 0.05  # computations of equal devices differ by so much between two runs
     # The fastest of all workers, where the work is longer, and no device slower.
     all_slower: float = 0.9
+    # How many times as slow as another one a worker may be because its layers became longer by
+    # more; above that its device is slow. Attention grows with the square of a length.
+    most_uneven_work: float = 1.6
     same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
     fewest: int = 5  # computations of a worker, or messages of a level, for a median
 
-    # Of a search beside a run, which takes a core from it.
+    # Of a search beside a run: its share of the processors, and how many times as long it may take
+    # for that. It has the lowest priority, and workers may keep all cores busy most of the time.
     solving_s: float = 5.0
+    max_wall_per_cpu_second: float = 4.0
 
     # Share by which a plan must be faster than the one that is run: predictions of two plans of one
     # model err by as much.
