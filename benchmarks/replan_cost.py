@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ["REPLAN_TIMES"] = str(folder / "times")  # the model file writes there
         plan = solved(CASE, folder)
         text = CASE.model.read_text("utf-8") + f"\nWARM_UP = {WARM_UP}\n" + STOPWATCHES
         # Its digest is that of the same layers, so the plan holds for it.
