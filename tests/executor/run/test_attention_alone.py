@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan
-from planner.model.spec import load_model_file
 from planner.plan.attention import attention_groups
-from planner.schedule.instructions import Unit
 from planner.workers.job import Job
+from tests.executor.plain_training import one_process
 from tests.executor.plans import make_plan, structural_profile
 from tests.executor.processes import run_jobs
 
@@ -102,24 +99,6 @@ def test_attention_alone_changes_nothing(
     for name, weight in weights.items():
         assert torch.equal(ours[name], weight), name
     if as_one:
-        alone = one_process(path, microbatches)
+        alone = one_process(path, SIZE, microbatches, SEED, STEPS)
         for name, weight in alone.named_parameters():
             torch.testing.assert_close(ours[name], weight.detach())
-
-
-def one_process(path: Path, microbatches: int) -> nn.Module:
-    """Train the model on the same batches in this process."""
-    spec = load_model_file(str(path))
-    torch.manual_seed(SEED)
-    model = spec.build_model()
-    optimizer = spec.optimizer(list(model.parameters()))
-    batches = make_batches(spec, SIZE, microbatches, SEED)
-    assert spec.loss is not None
-    for minibatch in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(microbatches):
-            batch = batches.batch(Unit(minibatch, number))
-            loss = spec.loss(model(*batch.args), batch.target) / microbatches
-            torch.autograd.backward(loss)
-        optimizer.step()
-    return model

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from planner.catalog.transformers_model import Int8AdamW, numbers_of_8_bits
-from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan
 from planner.model.elementwise import has_divisible_optimizer, is_elementwise, kept_whole
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
-from planner.schedule.instructions import Unit
 from planner.workers.job import Job
+from tests.executor.plain_training import one_process
 from tests.executor.plans import make_plan, sharded, structural_profile
 from tests.executor.processes import run_jobs
 
@@ -192,9 +191,9 @@ def test_stages_and_replicas_train_as_one_process(tmp_path: Path) -> None:
         torch.load(str(job.save_weights), weights_only=True) for job in jobs
     )
 
-    for name, weight in one_process(path, 1).named_parameters():
+    for name, weight in one_process(path, SIZE, 1, SEED, STEPS).named_parameters():
         assert torch.equal(stages[name], weight.detach()), name
-    for name, weight in one_process(path, 2).named_parameters():
+    for name, weight in one_process(path, SIZE, 2, SEED, STEPS).named_parameters():
         torch.testing.assert_close(replicas[name], weight.detach(), rtol=2e-2, atol=2e-3)
         assert torch.equal(resumed[name], replicas[name]), name
 
@@ -215,21 +214,3 @@ def job_of(
             "checkpoints": checkpoints,
         }
     )
-
-
-def one_process(path: Path, microbatches: int) -> nn.Module:
-    """Train the model on the same batches in this process."""
-    spec = load_model_file(str(path))
-    torch.manual_seed(SEED)
-    model = spec.build_model()
-    optimizer = spec.optimizer(list(model.parameters()))
-    batches = make_batches(spec, SIZE, microbatches, SEED)
-    assert spec.loss is not None
-    for minibatch in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(microbatches):
-            batch = batches.batch(Unit(minibatch, number))
-            loss = spec.loss(model(*batch.args), batch.target) / microbatches
-            torch.autograd.backward(loss)
-        optimizer.step()
-    return model
