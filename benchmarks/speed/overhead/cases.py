@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import planner
 from planner.cost.candidate import candidates
@@ -74,13 +73,15 @@ def bare_unit(context: PipelineContext, stage: HeldStage) -> Callable[[], None]:
     numbers = module._numbers_for(inputs, received)
     fixed = (context.place.compute, module._key, None, *inputs)
     run = module._code.run
-    gradients: list[Tensor | None] = [
-        None if module.has_loss else torch.ones(s.shape(SAMPLES)) for s in module.sent
-    ]
+    gradients = [torch.ones(spec.shape(SAMPLES)) for spec in module.sent]
 
     def unit() -> None:
         values = [value.detach().requires_grad_() for value in received]
-        torch.autograd.backward(run(*fixed, *values, *numbers), gradients or None)
+        results = run(*fixed, *values, *numbers)
+        if module.has_loss:  # the last one; the others are kept to be compared
+            torch.autograd.backward(results[-1])
+        else:
+            torch.autograd.backward(results, gradients)
 
     return unit
 
