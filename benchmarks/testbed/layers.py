@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,17 +48,20 @@ class Device:
     """Clock of this process's device."""
 
     def __init__(self) -> None:
-        self._busy_until_s = 0.0
+        # An array, because a number that each call of the model changes is refused: it may be part
+        # of what is computed.
+        self._busy_until_s = array("d", [0.0])
 
     def compute(self, seconds: float) -> None:
         """Be busy for `seconds` after the previous work."""
         if not dist.is_initialized():
             return  # while models are built and captured, layers do not sleep
         now = time.perf_counter()
-        start = self._busy_until_s if now - self._busy_until_s < SLACK_S else now
-        self._busy_until_s = start + seconds
-        if self._busy_until_s > now:
-            time.sleep(self._busy_until_s - now)
+        (before_s,) = self._busy_until_s
+        start = before_s if now - before_s < SLACK_S else now
+        self._busy_until_s[0] = start + seconds
+        if start + seconds > now:
+            time.sleep(start + seconds - now)
 
 
 DEVICE = Device()
