@@ -137,7 +137,9 @@ def _warm() -> ForkServerContext:
     torch_parts = [
         f"torch.{part}" for part in ("export", "_dynamo", "_inductor", "distributed.tensor")
     ]
-    context.set_forkserver_preload(["planner.executor.run.train", *torch_parts])
+    context.set_forkserver_preload(
+        ["planner.executor.run.train", *torch_parts, "tests.executor.one_capture"]
+    )
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
     return context

@@ -31,7 +31,8 @@ def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
     symbols = (BATCH, *map(length_symbol, range(lengths)))
     polynomial = expression.as_poly(*symbols)
     if polynomial is not None and polynomial.domain.is_ZZ:
-        return sympy.lambdify(symbols, expression)  # type: ignore[no-any-return]
+        # By itself it would import SciPy, where that is installed.
+        return sympy.lambdify(symbols, expression, "math")  # type: ignore[no-any-return]
     return lambda *values: expression.xreplace(
         dict(zip(symbols, map(sympy.Integer, values), strict=True))
     )
