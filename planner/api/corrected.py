@@ -1,9 +1,9 @@
 """Solve again for the devices and links as a run measured them: a process beside a run.
 
-    python -m planner.api.corrected FOLDER PROFILE
+    python -m planner.api.corrected PROFILE
 
-reads plan.json, run.json, longer.json and left-out.json in the folder, and writes answer.json.
-Training comes first: the process has the lowest priority.
+waits until its input names a folder, reads plan.json, run.json, longer.json and left-out.json
+there, and writes answer.json. It ends without an answer where its input ends.
 """
 
 import json
@@ -36,7 +36,9 @@ from planner.terminal import printable
 
 LONGER = "longer.json"  # by layer, how many times as long as profiled it takes
 LEFT_OUT = "left-out.json"  # by rank of a worker without stages, its seconds relative to the plan's
-_NICER = 19
+# As the threads of workers that compute. With less, a search would hardly run on full cores, and the
+# run would go on under the wrong plan for longer than the search takes.
+_NICER = 5
 
 
 def corrected(
@@ -122,9 +124,13 @@ def _preferred(better: Plan, busy: Plan, tuning: Tuning) -> Plan:
     return better if gain >= 1 + tuning.measured.same_pace else busy
 
 
-def main(folder: Path, profile: Path) -> int:
-    """Answer the question in a folder; return the exit code."""
+def main(profile: Path) -> int:
+    """Answer the question in the folder that the input names; return the exit code."""
     os.nice(_NICER)
+    name = sys.stdin.readline().rstrip("\n")
+    if not name:
+        return 0
+    folder = Path(name)
     left_out = json.loads((folder / LEFT_OUT).read_text("utf-8"))
     try:
         answer = corrected(
@@ -142,4 +148,4 @@ def main(folder: Path, profile: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1])))

@@ -3,7 +3,7 @@
     worker 0..n   records some minibatches of each window           `WindowSampler`
                   a thread tells them to worker 0, in the store
     worker 0      the same thread compares them with the simulation  `DriftJudge`
-                  where they part for long, a process of its own solves again, at low priority
+                  where they part for long, a process of its own solves again
 
 No worker waits for any of it: windows that worker 0 has not read in time are left out.
 """
@@ -14,8 +14,6 @@ import math
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,6 +29,7 @@ from planner.errors import InputError, PlannerError, first_line
 from planner.executor.observe.recording import clock_offsets
 from planner.executor.observe.window_sampler import WindowNotes, WindowSampler
 from planner.executor.run.drift_lines import DriftLines
+from planner.executor.run.solver_process import SolverProcess
 from planner.formats.drift import Corrected, Drift, RouteDrift, WorkerDrift, plan_words
 from planner.formats.files import Record, load_record, replace
 from planner.formats.held_folder import held_folder
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
 ANSWER = "answer.json"  # a `Corrected`, in the folder of a question
 LONGER = "longer.json"  # a question's, too; see `Corrected.longer`
 LEFT_OUT = "left-out.json"  # a question's, too: ratios by rank; see `LeftOut`
-_SOLVER = "planner.api.corrected"  # the module that answers
 _KEPT = 8  # halves of a worker in the store: the next one takes the place of the oldest
 _LOOKS_EVERY_S = 0.5
 _CONNECT = timedelta(seconds=60)
@@ -146,7 +144,10 @@ class DriftWatch:
         self._told_last: dict[int, int] = {}
         self._queue: queue.SimpleQueue[WindowNotes | LeftOut | None] = queue.SimpleQueue()
         self._ending = threading.Event()
-        self._solving: subprocess.Popen[bytes] | None = None
+        self._solver: SolverProcess | None = None
+        if self._judge is not None and self._options.profile is not None:
+            # A run that may move has one ready; others ask seldom, and nothing waits for the answer.
+            self._solver = SolverProcess(self._options.profile, ready=listener is not None)
         self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
         self._thread.start()
 
@@ -172,8 +173,8 @@ class DriftWatch:
         """End the watch with the run; what is being solved is given up."""
         self._ending.set()
         self._queue.put(None)
-        if self._solving is not None:
-            self._solving.kill()
+        if self._solver is not None:
+            self._solver.end()
         self._thread.join(_JOIN_S)
 
     # In the thread that trains
@@ -351,8 +352,7 @@ class DriftWatch:
         """Ask another process, which solves for what was measured; raise PlannerError without an
         answer.
         """
-        profile = self._options.profile
-        if profile is None:
+        if self._solver is None:
             raise PlannerError("the run was given no `profile`")
         with held_folder("drift") as folder:
             save_plan(self._plan, folder / "plan.json")
@@ -360,16 +360,9 @@ class DriftWatch:
             longer = {} if self._listener is None else dict(self._listener.longer)
             (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
             (folder / LEFT_OUT).write_text(json.dumps(self._left_out), encoding="utf-8")
-            command = [sys.executable, "-m", _SOLVER, str(folder), profile]
-            self._solving = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            _, errors = self._solving.communicate()
+            self._solver.answer(folder)
             if self._ending.is_set():
                 raise PlannerError("the run ended before")
-            if self._solving.returncode:
-                last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-                raise PlannerError(last or "the search was ended")
             return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
 
     def _timeline(self, since: int) -> Timeline:
