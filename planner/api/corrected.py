@@ -104,7 +104,7 @@ def corrected(
 
 
 def _clock_beside_a_run(tuning: Tuning) -> Clock:
-    """Return the clock of a search, which waits for the processors that training leaves it."""
+    """Return the clock of a search, whose processors training shares."""
     measured = tuning.measured
     wall_s = measured.solving_s * measured.max_wall_per_cpu_second
     return Clock.of(

@@ -178,8 +178,8 @@ class MeasuredTuning:
     same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
     fewest: int = 5  # computations of a worker, or messages of a level, for a median
 
-    # Of a search beside a run: its share of the processors, and how many times as long it may take
-    # for that. It has the lowest priority, and workers may keep all cores busy most of the time.
+    # Of a search beside a run: processor seconds, and how many times as long it may take for them,
+    # because workers may keep all cores busy most of the time.
     solving_s: float = 5.0
     max_wall_per_cpu_second: float = 4.0
 
