@@ -21,7 +21,7 @@ from benchmarks.kept import ROOT
 from planner.formats.files import write_text
 
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/gpu-truth.md"))
-_MARK = re.compile(r"(<!--(number|date): ([\w. -]+?)-->).*?(<!--/-->)")
+_MARK = re.compile(r"(<!--(number|date):\s([\w. -]+?)-->).*?(<!--/-->)")
 _TABLE = re.compile(r"(<!--table: (\w+)-->\n).*?(<!--/table-->)", re.DOTALL)
 _GPU_SOURCES = tuple(f"gpu.{source}." for source in (*SOURCES, *APART_SOURCES))
 _GPU_COLUMNS = {
