@@ -36,8 +36,8 @@ from planner.terminal import printable
 
 LONGER = "longer.json"  # by layer, how many times as long as profiled it takes
 LEFT_OUT = "left-out.json"  # by rank of a worker without stages, its seconds relative to the plan's
-# As the threads of workers that compute. With less, a search would hardly run on full cores, and the
-# run would go on under the wrong plan for longer than the search takes.
+# As the threads of workers that compute. With a lower priority, a search would hardly run on full
+# cores, and the run would go on under the wrong plan.
 _NICER = 5
 
 

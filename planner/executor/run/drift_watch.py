@@ -146,7 +146,7 @@ class DriftWatch:
         self._ending = threading.Event()
         self._solver: SolverProcess | None = None
         if self._judge is not None and self._options.profile is not None:
-            # A run that may move has one ready; others ask seldom, and nothing waits for the answer.
+            # A run that may move has one ready; others ask seldom; nothing waits for them.
             self._solver = SolverProcess(self._options.profile, ready=listener is not None)
         self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
         self._thread.start()
