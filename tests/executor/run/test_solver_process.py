@@ -80,13 +80,11 @@ def test_it_ends_where_the_run_was_killed(question: Path) -> None:
 
 def test_what_is_wrong_is_told(question: Path) -> None:
     solver = SolverProcess(str(question / "other.json"), ready=False)
-    with pytest.raises(PlannerError, match="other.json"):
+    with pytest.raises(PlannerError, match=r"other\.json"):
         solver.answer(question)
 
 
-def test_a_search_is_given_up_at_the_end(
-    question: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_is_given_up_at_the_end(question: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = ["sleep", "600"]
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **pipes: popen(hangs, **pipes))
