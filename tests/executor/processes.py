@@ -10,10 +10,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import forkserver
@@ -34,8 +36,10 @@ from planner.formats.timeline import save_timeline
 from planner.model.spec import load_model_file
 from planner.workers.job import Job, TrainResult
 from planner.workers.place import CPU
+from tests.executor.known_captures import capture_ahead, each_captured_once
 
 TIMEOUT_S = 240
+ENDING_S = 30  # for workers that are ended after that
 _HOST = "127.0.0.1"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -53,7 +57,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
         path = folder / f"job-{index}.json"
         path.write_text(job.model_dump_json(), encoding="utf-8")
         paths.append(str(path))
-    run_workers(_run, paths, folder / "workers.log", jobs[0].plan.workers)
+    run_workers(_run, paths, folder / "workers.log", jobs[0].plan.workers, jobs=jobs)
     return [
         TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths
     ]
@@ -65,9 +69,13 @@ def run_workers(
     log: Path,
     world: int,
     *,
+    jobs: Sequence[Job] = (),
     left_s: float | None = None,
 ) -> None:
-    """Call `run` with the arguments in so many worker processes, in the environment of torchrun."""
+    """Call `run` with the arguments in so many worker processes, in the environment of torchrun.
+
+    The models of `jobs` are captured before, once for all workers.
+    """
     store = TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
     )
@@ -79,15 +87,45 @@ def run_workers(
     }
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in common.items()}
+    texts = [job.model_dump_json() for job in jobs]
+    leader = _warm().Process(target=_lead, args=(texts, run, arguments, log, variables, left_s))
+    leader.start()
+    try:
+        leader.join(TIMEOUT_S + ENDING_S)
+        assert leader.exitcode == 0, f"exit code {leader.exitcode}:\n{log.read_text('utf-8')}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(leader.pid or 0, signal.SIGKILL)  # what is left of its workers, too
+        leader.join()
+
+
+def _lead(
+    jobs: Sequence[str],
+    run: Callable[[Sequence[str]], None],
+    arguments: Sequence[str],
+    log: Path,
+    variables: dict[str, str],
+    left_s: float | None,
+) -> None:
+    """Capture the models of jobs, fork the workers, and exit with 1 where one of them fails."""
+    os.setsid()
+    log.touch()
+    gc.freeze()  # what the process before had imported; collections take half a second otherwise
+    torch.set_num_threads(1)
+    for job in jobs:
+        capture_ahead(Job.model_validate_json(job))
+
     workers = [
-        _warm().Process(
+        multiprocessing.get_context("fork").Process(
             target=_worker,
             args=(run, arguments, log, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
-            daemon=True,
         )
-        for rank in range(world)
+        for rank in range(int(variables["WORLD_SIZE"]))
     ]
-    run_to_end(workers, log, left_s=left_s)
+    try:
+        run_to_end(workers, log, left_s=left_s)
+    except AssertionError:
+        sys.exit(1)  # the log says why
 
 
 def run_to_end(
@@ -156,7 +194,8 @@ def _worker(
     torch.set_num_threads(1)
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:
-            run(arguments)
+            with each_captured_once():
+                run(arguments)
         except BaseException:
             traceback.print_exc()
             raise

@@ -44,7 +44,6 @@ from planner.workers.job import Job
 FOLDER = Path(__file__).parent
 WINDOW = 10  # minibatches, all of which are simulated
 HALF = WINDOW // LOOKS
-POINT = 1  # minibatches between two points at which a plan may end
 QUIET = 4  # windows before the disturbance
 WINDOWS = 12  # of a run without recovery
 RECOVERS = 12  # windows after the disturbance, in cases that recover
@@ -273,7 +272,8 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
             windows = [*windows[1 - 2 * LOOKS :], window]
             now[0] += (until - at) * _size(run.plan) / window.samples_per_s
             # While it is decided, the workers go on to the next point.
-            for point in range(at + POINT, until + POINT + 1, POINT):
+            passed = (until // replanner.every + 1) * replanner.every
+            for point in replanner.points(at, passed + 1):
                 replanner.ends_at(point)
             at = until
             parting = judge.look(window)
@@ -282,7 +282,7 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
                 drift, answer = _answer(run, windows, parting, replanner.longer)
                 replanner.consider(drift, answer, clear=parting.clear)
             replanner.look(until)
-            point = until + 2 * POINT
+            point = passed + replanner.every
             if replanner.ends_at(point):
                 run.plan = replanner.next_plan()
                 run.there.clear()

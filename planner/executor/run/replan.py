@@ -38,7 +38,7 @@ from planner.workers.meeting import nth_time
 from planner.workers.secret_store import Part, record_in
 
 _REST = 10  # times the cost of a move, until the next one
-_POINTS = 10  # of a window, at which a plan may end
+_POINTS = 5  # of a window, at which a plan may end
 # Halves of windows after which a plan is still to be better: what was only noise is told of by
 # then.
 _CONFIRMED = 2 * LOOKS

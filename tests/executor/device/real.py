@@ -23,6 +23,7 @@ from planner.workers.job import Job
 from planner.workers.place import CPU
 from tests.executor.device.runs import Heart, PretendedGPUs, Run
 from tests.executor.device.world import World
+from tests.executor.known_captures import each_captured_once
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 
 # A weight that the first and the last layer share, a value that every block needs, dropout, and a
@@ -79,7 +80,7 @@ def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
         drift=DriftOptions(window=0),
     )
     data = make_batches(spec, MICROBATCH, run.microbatches, seed=0)
-    with patch.dict(os.environ, RANK=str(rank)):
+    with patch.dict(os.environ, RANK=str(rank)), each_captured_once():
         return pipeline_context(job, spec, PretendedGPUs(CPU.compute, CPU.wire), Heart(world), data)
 
 
