@@ -95,20 +95,22 @@ class Disturbance:
         return {"REPLAN_LAYERS": str(self.layers), "REPLAN_SLOWER": str(self.times_slower)}
 
 
-# A device that is 20 times slower takes most of a minute for a window of minibatches; and a worker
+# Four workers have twice the samples in a window.
+_OF_FOUR = Spans(before_s=30.0, during_s=60.0)
+# A device that is ten times slower takes half a minute for a window of minibatches; and a worker
 # that is left out comes back ten times as late as the move before it has taken.
-_LONG = Spans(during_s=100.0, after_s=60.0)
+_LONG = Spans(before_s=30.0, during_s=100.0, after_s=60.0)
 CASES = (
     Disturbance("emulated", "1Gbps", emulated=True),
     Disturbance("core", "1Gbps"),
     Disturbance("link", "100Mbps", "10Mbps"),
-    Disturbance("left out", "1Gbps", emulated=True, times_slower=20.0, spans=_LONG),
-    Disturbance("emulated, four", "1Gbps", emulated=True, workers=4, layers=12),
+    Disturbance("left out", "1Gbps", emulated=True, times_slower=10.0, spans=_LONG),
+    Disturbance("emulated, four", "1Gbps", emulated=True, workers=4, layers=12, spans=_OF_FOUR),
     Disturbance(
         "left out, four",
         "1Gbps",
         emulated=True,
-        times_slower=20.0,
+        times_slower=10.0,
         workers=4,
         layers=12,
         spans=_LONG,

@@ -78,6 +78,11 @@ class WindowSampler:
         self._first = 0
         self._began_s = 0.0
 
+    @property
+    def number(self) -> int:
+        """Number of the window that is being recorded; -1 before the first minibatch."""
+        return -1 if self._end is None else self._end // self.window - 1
+
     def records(self, instruction: Instruction) -> bool:
         """Return whether to record an instruction; hand over what was recorded where a window
         ends.
@@ -107,7 +112,7 @@ class WindowSampler:
         now_s = time.perf_counter()
         if self._end is not None:
             notes = WindowNotes(
-                number=self._end // self.window - 1,
+                number=self.number,
                 first=self._first,
                 end=self._end,
                 events=self._passed(),

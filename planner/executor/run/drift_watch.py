@@ -5,7 +5,8 @@
     worker 0      the same thread compares them with the simulation  `DriftJudge`
                   where they part for long, a process of its own solves again
 
-No worker waits for any of it: windows that worker 0 has not read in time are left out.
+No worker waits for any of it: windows that worker 0 has not read in time are left out, and so are
+those that pass while it is solved again, which takes time from the workers of that host.
 """
 
 import json
@@ -137,6 +138,7 @@ class DriftWatch:
         if self._rank == 0:
             self._judge = self._made_judge()
         self._due: deque[int] = deque()  # windows that worker 0 has told, and not judged
+        self._undisturbed_from = 0  # window, since it was solved again
         self._judged: deque[Window] = deque(maxlen=_NEWEST)
         self._hosts: dict[int, str] = {}
         # by rank, of workers that are left out: the newest ratio, and the number of its window
@@ -227,8 +229,8 @@ class DriftWatch:
             told = self._all_told(self._due[0])
             if told is None:
                 return
-            self._due.popleft()
-            if told:
+            number = self._due.popleft()
+            if told and number >= self._undisturbed_from:
                 self._look(judge, told)
 
     def _all_told(self, number: int) -> list[Told] | None:
@@ -360,7 +362,10 @@ class DriftWatch:
             longer = {} if self._listener is None else dict(self._listener.longer)
             (folder / LONGER).write_text(json.dumps(longer), encoding="utf-8")
             (folder / LEFT_OUT).write_text(json.dumps(self._left_out), encoding="utf-8")
-            self._solver.answer(folder)
+            try:
+                self._solver.answer(folder)
+            finally:
+                self._undisturbed_from = self.sampler.number + 1
             if self._ending.is_set():
                 raise PlannerError("the run ended before")
             return load_record(Corrected, folder / ANSWER, InputError, "solve again by hand")
