@@ -95,3 +95,15 @@ def test_what_a_device_has_not_done_yet_comes_with_the_next_window() -> None:
     first, second = ({event.minibatch for event in window.events} for window in found)
     assert first == {4, 14, 24, 34}
     assert second == {44, 54, 64, 74, 84, 94}
+
+
+def test_it_says_which_window_it_records() -> None:
+    shape = PipelineShape(((0,), (1,)), (Channel(0, 1),), FLUSH, microbatches=2)
+    sampler = WindowSampler(0, torch.device("cpu"), 1, lambda _: None, window=10)
+    assert sampler.number == -1
+    numbers = []
+    for instruction in stream(shape, 0, 0, 21):
+        sampler.records(instruction)
+        numbers.append(sampler.number)
+    assert sorted(set(numbers)) == [0, 1, 2]
+    assert numbers == sorted(numbers)

@@ -5,14 +5,18 @@ give.
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import planner
+from planner.executor.run.drift_watch import DriftWatch
 from planner.formats.drift import Drift
 from planner.formats.profile import save_profile
 from planner.formats.timeline import load_timeline
@@ -83,6 +87,26 @@ def test_without_a_window_nothing_is_watched(tmp_path: Path) -> None:
     unwatched = job.model_copy(update={"drift": DriftOptions(window=0)})
     (result,) = run_jobs([unwatched], tmp_path)
     assert not result.drift
+
+
+def test_windows_that_pass_beside_a_search_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes time from the workers of its host, which then look slow."""
+    watch = DriftWatch.__new__(DriftWatch)
+    watch._ending = threading.Event()
+    watch._due = deque([3, 4, 5, 6])
+    watch._undisturbed_from = 0
+    looked: list[int] = []
+
+    def look(_judge: object, told: Sequence[Any]) -> None:
+        looked.append(told[0])
+        if told[0] == 3:
+            watch._undisturbed_from = 6  # as a search does that ends in window 5
+
+    monkeypatch.setattr(watch, "_all_told", lambda number: [number])
+    monkeypatch.setattr(watch, "_look", look)
+    watch._judge_all_told(None)  # type: ignore[arg-type]
+    assert looked == [3, 6]
+    assert not watch._due
 
 
 def run_loop(arguments: Sequence[str]) -> None:
