@@ -621,13 +621,19 @@ def _sizes(options: FitOptions, first: Profile, minibatch: int | None, gpus: int
 def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
     """Write profile.json and plan.json, and return the answer with where they are and what could
     not be written.
+
+    An answer without a plan leaves an earlier answer's files as they are: they belong together.
     """
     late: list[LateFailure] = []
-    with noting(late):
-        replace_profile(profile, file.folder / "profile.json")
-    if answer.asked.plan is not None:
+    plan = answer.asked.plan
+    if plan is None and (file.folder / "plan.json").exists():
+        _log.warning(f"'{file.folder}' keeps the profile.json and plan.json of an earlier answer")
+    else:
         with noting(late):
-            save_plan(answer.asked.plan, file.folder / "plan.json")
+            replace_profile(profile, file.folder / "profile.json")
+    if plan is not None:
+        with noting(late):
+            save_plan(plan, file.folder / "plan.json")
     log_failures(late, _log)
     model_file = os.path.relpath(file.path, file.folder)
     return replace(

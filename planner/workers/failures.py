@@ -165,7 +165,7 @@ def _resolve(place: str | None, job: Job) -> str | None:
 
 
 MEMORY_HINT = (
-    "profile with a smaller `batch_size`, or plan with less `memory_bytes`, with "
+    "profile with a smaller `batch_size`, or plan with less `memory`, with "
     "`recompute=always`, or for more GPUs, "
     "which makes more stages"
 )

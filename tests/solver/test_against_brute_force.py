@@ -177,7 +177,7 @@ def test_solve_finds_what_brute_force_finds(
         )
     except InfeasibleError as error:
         assert expected is None
-        smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
+        smallest = parse_bytes(error.hint.split("memory=")[1].split("`")[0])
         enough = flat_cluster(gpus, bandwidth, smallest)
         assert (
             brute_force(costs, enough, schedule=order, microbatches=microbatches, in_order=False)

@@ -48,7 +48,7 @@ def test_a_schedule_that_was_asked_for_is_kept_and_the_other_one_named() -> None
     assert caught.value.message.startswith("no plan fits 2 GPUs of 210 B: ")
     found = re.match(
         r"use `schedule=(\S+)` `microbatches=(\d+)`, under which 1-1 fits; "
-        r"the smallest memory that would do is `memory_bytes=\w+B`",
+        r"the smallest memory that would do is `memory=\w+B`",
         caught.value.hint,
     )
     assert found is not None

@@ -140,8 +140,8 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: str) -> No
     message, hint = caught.value.message, caught.value.hint
     assert "no plan fits 2 GPUs of 400 B" in message
     assert "too much" in message
-    assert "`memory_bytes=" in hint
-    smallest = parse_bytes(hint.split("memory_bytes=")[1].split("`")[0])
+    assert "`memory=" in hint
+    smallest = parse_bytes(hint.split("memory=")[1].split("`")[0])
     expected = [
         memory
         for memory in (smallest, smallest - 1)

@@ -135,7 +135,7 @@ class FailuresPlaced:
         name = re.match(r"\w+", generated[-1].line or "")
         hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
         if isinstance(cause, torch.OutOfMemoryError):
-            hint = "plan with less `memory_bytes`, or with `recompute=auto`"
+            hint = "plan with less `memory`, or with `recompute=auto`"
         place = None
         if name is not None:
             place = self._places.get(name[0])

@@ -113,7 +113,7 @@ def _layer_names(problem: Problem, stage: Candidate) -> str:
 
 
 def _memory_change(needed_bytes: int, proven: bool) -> str:
-    argument = f"`memory_bytes={round_up(needed_bytes)}`"
+    argument = f"`memory={round_up(needed_bytes)}`"
     if proven:
         return f"the smallest memory that would do is {argument}"
     return f"{argument} would do, if not less"

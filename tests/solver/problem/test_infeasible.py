@@ -61,7 +61,7 @@ def test_named_memory_and_gpus_against_brute_force(
         assume(False)
     assert caught.exit_code == 3
     assert not fits(gpus, memory)
-    found = re.search(r"`memory_bytes=(\w+)`", caught.hint)
+    found = re.search(r"`memory=(\w+)`", caught.hint)
     assert found is not None
     smallest = parse_bytes(found[1])
     assert fits(gpus, smallest)
@@ -79,8 +79,7 @@ def test_the_stage_and_the_bytes_are_named() -> None:
         solve(model, flat_cluster(1, 1.0, 500))
     assert "stage 0 (layers 'small' to 'large') needs 700 B, 200 B too much" in caught.value.message
     assert (
-        caught.value.hint
-        == "the smallest memory that would do is `memory_bytes=700B`; so would `gpus=2`"
+        caught.value.hint == "the smallest memory that would do is `memory=700B`; so would `gpus=2`"
     )
 
 
@@ -112,4 +111,4 @@ def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
         assert "the time limit passed before it was known what would" in error.hint
     else:
         assert "needs 700 B, 200 B too much" in error.message
-        assert "`memory_bytes=700B`" in error.hint
+        assert "`memory=700B`" in error.hint

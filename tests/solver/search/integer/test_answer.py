@@ -24,7 +24,7 @@ def test_memory_that_no_plan_fits_is_told() -> None:
     joined = CHAIN.model_copy(update={"no_cut_after": ("a",)})
     with pytest.raises(InfeasibleError, match="no plan fits 3 GPUs") as caught:
         solve(joined, flat_cluster(3, 1e9, 300))
-    assert "`memory_bytes=" in caught.value.hint
+    assert "`memory=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
     mixed = Cluster(
         levels=(level,),

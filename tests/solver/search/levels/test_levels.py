@@ -150,7 +150,7 @@ def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> No
         profile = samples.profile(front, back).model_copy(update={"graph_hash": graph_hash})
         with pytest.raises(InfeasibleError) as caught:
             solve(profile, hierarchical_cluster((2, 2), (2.0, 1.0), 25))
-        assert "`memory_bytes=26B`" in caught.value.hint
+        assert "`memory=26B`" in caught.value.hint
 
 
 @pytest.mark.sampled(3)
