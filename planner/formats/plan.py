@@ -33,6 +33,7 @@ from planner.stages.context import DividedSequences
 from planner.stages.replicas import samples_per_update
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
+from planner.units import counted
 
 REMEDY = "make a plan with: plan solve"
 # of a plan and its smaller ones
@@ -184,7 +185,8 @@ class Plan(DividedSequences, Shown, GrownRecord):
             why = next((f": {note}" for note in self.notes if "cannot be survived" in note), "")
             hint = "solve with a larger `survive`, or allow for fewer losses"
             raise PlanError(
-                f"a run that may have {gpus} GPUs needs a plan for them, and there is none{why}",
+                f"a run that may have {counted(gpus, 'GPU')} needs a plan for them, and there is "
+                f"none{why}",
                 hint=hint,
             )
         return plans[gpus]

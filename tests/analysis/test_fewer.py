@@ -38,7 +38,7 @@ def test_each_smaller_plan_is_that_of_the_smaller_cluster(tmp_path: Path) -> Non
     assert f"3 of 4 GPUs: {share:.0%} of the speed ({plan.smaller[0].config})" in plan_report(plan)
     plan.save(tmp_path / "plan.json")
     assert planner.load_plan(tmp_path / "plan.json") == plan
-    with pytest.raises(PlanError, match="a run that may have 1 GPUs needs a plan for them"):
+    with pytest.raises(PlanError, match="a run that may have 1 GPU needs a plan for them"):
         plan.on_gpus(1)
 
 

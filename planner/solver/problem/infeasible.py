@@ -10,7 +10,7 @@ from planner.formats.plan_parts import short_config
 from planner.solver.clock import Clock, OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.units import format_bytes, format_memory
+from planner.units import counted, format_bytes, format_memory
 
 # A search for any plan that fits this many GPUs of this much memory.
 Fits = Callable[[int, int], Evaluation | None]
@@ -92,8 +92,8 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
 
 def _size(problem: Problem) -> str:
     assert problem.cluster.memory_bytes is not None
-    gpus = problem.cluster.gpus * problem.degree
-    return f"{gpus} GPUs of {format_memory(problem.reserve.whole(problem.cluster.memory_bytes))}"
+    gpus = counted(problem.cluster.gpus * problem.degree, "GPU")
+    return f"{gpus} of {format_memory(problem.reserve.whole(problem.cluster.memory_bytes))}"
 
 
 def _hint_out_of_time(clock: Clock) -> str:

@@ -13,6 +13,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
+from planner.units import counted
 
 
 def propose_interleaved(problem: Problem, pool: Pool) -> Iterator[Batch]:
@@ -52,9 +53,8 @@ def _check_shapes(problem: Problem, space: Chain, search: InterleavedSearch) -> 
         return
     chunks = problem.setting.chunks
     raise InputError(
-        f"nothing can be interleaved with {problem.limits.gpus} GPUs, {len(space) - 1} places to "
-        f"end a stage and "
-        f"{problem.microbatches} microbatches",
+        f"nothing can be interleaved with {counted(problem.limits.gpus, 'GPU')}, "
+        f"{len(space) - 1} places to end a stage and {problem.microbatches} microbatches",
         hint=f"it takes 2 GPUs, {2 * chunks} such places for {chunks} chunks each, and 2 "
         f"microbatches",
     )

@@ -106,7 +106,7 @@ def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
 
     error = explain(problem, fits, {"`recompute=auto`": fits})
     assert error.exit_code == 3
-    assert error.message.startswith("no plan fits 1 GPUs of 500 B")
+    assert error.message.startswith("no plan fits 1 GPU of 500 B")
     if calls < 2:  # whether any memory would do, and then twice the memory
         assert "the time limit passed before it was known what would" in error.hint
     else:

@@ -243,7 +243,7 @@ def test_memory_makes_chunks_recompute_and_then_ends() -> None:
 
 
 def test_too_little_to_interleave_is_said() -> None:
-    with pytest.raises(InputError, match="nothing can be interleaved with 1 GPUs"):
+    with pytest.raises(InputError, match="nothing can be interleaved with 1 GPU"):
         solve(deep(), flat_cluster(1, 1.0), schedule="interleaved", microbatches=8)
     with pytest.raises(InputError, match="0 chunks"):
         solve(deep(), flat_cluster(2, 1.0), schedule="interleaved", microbatches=8, chunks=0)
