@@ -255,6 +255,7 @@ def test_recomputed_layers_change_nothing(groups: tuple[tuple[str, ...], ...]) -
         assert torch.equal(again[1][name], gradient), name
 
 
+@pytest.mark.slow  # the compiler takes half a minute
 @pytest.mark.filterwarnings("ignore")  # of what the compiler imports
 def test_a_compiled_stage_has_the_same_chunks() -> None:
     """They run as PyTorch runs them, behind what is compiled, which rounds otherwise."""
