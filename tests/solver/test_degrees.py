@@ -206,9 +206,7 @@ def test_what_does_not_fit_is_said_in_gpus_and_of_the_degree_that_needs_least(
         least.append(of_degree.value.least_bytes)
     assert caught.value.least_bytes == min(least)
     assert len(set(least)) > 1
-    memory, gpus = (
-        re.search(rf"`{name}=(\w+)`", caught.value.hint) for name in ("memory_bytes", "gpus")
-    )
+    memory, gpus = (re.search(rf"`{name}=(\w+)`", caught.value.hint) for name in ("memory", "gpus"))
     assert memory is not None
     larger = [flat_cluster(cluster.gpus, 100.0, parse_bytes(memory[1]))]
     larger += [] if gpus is None else [flat_cluster(int(gpus[1]), 100.0, cluster.memory_bytes)]

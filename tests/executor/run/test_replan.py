@@ -78,7 +78,7 @@ def test_it_moves_where_nobody_has_passed(plan: Plan) -> None:
     assert not any(made.ends_at(point) for point in range(301))  # workers are there already
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == [305]
+    assert ends(made) == [310]
     assert made.next_plan() == plan
 
 
@@ -86,14 +86,14 @@ def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
     confirm(made, 200)
-    assert ends(made) == ends(made) == [205]
+    assert ends(made) == ends(made) == [210]
 
 
 def test_what_is_clear_is_decided_at_once(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
     made.look(200)
-    assert ends(made) == [205]
+    assert ends(made) == [210]
 
 
 def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None:
@@ -101,10 +101,10 @@ def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None
     made = replanner(plan, cost_s=1.01 * lasted_s)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
     made.look(200)
-    assert not made.ends_at(205)
+    assert not made.ends_at(210)
     for end in (225, 250, 275, 300):
         made.look(end)
-    assert ends(made) == [305]
+    assert ends(made) == [310]
 
 
 def test_what_does_not_pay_is_not_done(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_towards_the_end_nothing_pays(plan: Plan) -> None:
     assert ends(made) == []
 
 
-@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [405])])
+@pytest.mark.parametrize(("passed_s", "expected"), [(69.0, []), (71.0, [410])])
 def test_after_a_move_the_next_is_ten_times_its_cost_away(
     plan: Plan, passed_s: float, expected: list[int]
 ) -> None:
@@ -167,9 +167,9 @@ def test_slow_workers_are_left_out(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
     made.consider(drift(plan, 10.0, 5.0), answer(smaller(plan)), clear=True)
     made.look(200)
-    assert ends(made) == [205]
+    assert ends(made) == [210]
 
-    made.moved(smaller(plan), 205, seconds=1.0)
+    made.moved(smaller(plan), 210, seconds=1.0)
     assert made.moves[0].left_out == (2, 3)
 
 
@@ -212,15 +212,15 @@ def test_a_worker_that_is_left_out_settles_nothing(plan: Plan) -> None:
     trains, idle = (Replanner(job, rank, MINIBATCHES, store) for rank in (0, 3))
     for each in (trains, idle):
         each.moved(smaller(plan), 200, seconds=1.0)
-    assert [*trains.points(200, 220)] == [205, 210, 215]
+    assert [*trains.points(200, 240)] == [210, 220, 230]
 
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(idle.await_ending(205)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(idle.await_ending(210)), daemon=True)
     thread.start()
     trains._settle(plan, 203)
     thread.join(10)
     assert found == [True]
-    assert trains.ends_at(205)
+    assert trains.ends_at(210)
 
 
 @pytest.mark.slow
