@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planner.analysis.few_kinds import with_few_kinds
+from planner.analysis.idle_workers import without_idle_workers
 from planner.analysis.longer_work import (
     all_slower,
     longer_layers,
@@ -22,6 +23,7 @@ from planner.analysis.longer_work import (
 from planner.analysis.measured_cluster import kinds_of_speeds, measured_cluster, on_cluster
 from planner.analysis.recut import recut
 from planner.errors import PlannerError
+from planner.formats.cluster import Cluster
 from planner.formats.drift import Corrected
 from planner.formats.files import replace, save_record
 from planner.formats.plan import Plan, load_plan
@@ -94,6 +96,7 @@ def corrected(
     # many kinds; and who leaves out a worker loses what it may be worth tomorrow.
     busy = recut(work, plan, cluster, _clock_beside_a_run(tuning))
     better = _preferred(better, busy, tuning)
+    better = _all_measured(work, better, cluster, tuning)
     same_question = better.microbatches == plan.microbatches and better.schedule is plan.schedule
     gain = expected_s / better.predicted.seconds_per_minibatch
     if not same_question or gain < 1 + tuning.measured.same_pace:
@@ -122,6 +125,18 @@ def _preferred(better: Plan, busy: Plan, tuning: Tuning) -> Plan:
     if why_nobody(better):
         return busy
     return better if gain >= 1 + tuning.measured.same_pace else busy
+
+
+def _all_measured(profile: Profile, plan: Plan, cluster: Cluster, tuning: Tuning) -> Plan:
+    """Return a plan each of whose workers tells how fast its device is; one that hardly computes
+    is left out, where that is about as fast.
+    """
+    measured = tuning.measured
+    found = without_idle_workers(profile, plan, cluster, measured.least_busy)
+    if found.microbatches != plan.microbatches or why_nobody(found):
+        return plan
+    slower = found.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
+    return found if slower < 1 + measured.same_pace else plan
 
 
 def main(profile: Path) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 import planner
 from planner.analysis.few_kinds import with_few_kinds
+from planner.analysis.idle_workers import without_idle_workers
 from planner.analysis.recut import recut
 from planner.api.corrected import _preferred, corrected
 from planner.formats.cluster import Cluster, flat_cluster
@@ -19,7 +20,7 @@ from planner.plan.left_out import why_nobody
 from planner.solver.clock import NO_LIMIT
 from planner.solver.tuning.record import STANDARD
 from tests.analysis.test_measured_cluster import run_on, slower
-from tests.samples import profile
+from tests.samples import layer, profile
 from tests.simulator.plans import equal_layers
 
 LAYERS = 9
@@ -80,6 +81,29 @@ def test_one_that_is_not_is_left_out_and_taken_in_again(model: Profile, plan: Pl
     assert again.predicted.seconds_per_minibatch == pytest.approx(
         plan.predicted.seconds_per_minibatch, rel=0.02
     )
+
+
+def test_a_worker_with_the_loss_alone_is_left_out_and_taken_in_again() -> None:
+    """Nothing that it computes would tell that its device has recovered."""
+    layers = equal_layers(LAYERS, output_bytes=1000, weight_bytes=10_000_000, saved_bytes=5)
+    tiny = layer("loss", 0.0001, 0.0001)
+    model = profile(*layers, tiny)
+    planned = planner.price(model, PLANNED, (3, 3, 4), schedule="1f1b-flush", microbatches=6)
+    slow = slower(PLANNED, 1.0, 1.0, 0.05)
+
+    alone = planner.price(model, slow, (5, 4, 1), schedule="1f1b-flush", microbatches=6)
+    found = without_idle_workers(model, alone, slow, 0.1)
+    assert [stage.ranks for stage in found.stages] == [(0,), (1,)]
+    assert [len(stage.layers) for stage in found.stages] == [5, 5]
+    other = planner.price(model, slow, (1, 5, 4), schedule="1f1b-flush", microbatches=6)
+    assert without_idle_workers(model, other, slow, 0.1) is other
+
+    without = corrected(model, planned, run_on(planned, slow)).better
+    assert without is not None
+    assert without.ranks == {0, 1}
+    again = corrected(model, without, run_on(without, slow), left_out={2: 0.05}).better
+    assert again is not None
+    assert again.ranks == {0, 1, 2}
 
 
 def test_nobody_is_left_out_where_replicas_divide_what_they_have(model: Profile) -> None:

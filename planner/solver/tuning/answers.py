@@ -178,6 +178,10 @@ class MeasuredTuning:
     same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
     fewest: int = 5  # computations of a worker, or messages of a level, for a median
 
+    # Share of the longest stage's time that a worker must compute, so that its device is measured:
+    # differences of less than 5% of a minibatch are not told of.
+    least_busy: float = 0.1
+
     # Of a search beside a run: processor seconds, and how many times as long it may take for them,
     # because workers may keep all cores busy most of the time.
     solving_s: float = 5.0
