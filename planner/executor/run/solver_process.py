@@ -1,7 +1,7 @@
 """The process beside a run that solves again for what the run measured.
 
-It answers one question and ends. A run that may move to another plan has the next one ready: on
-full cores the imports take as long as the search.
+It answers one question and ends. A run that may move to another plan has the next one ready: its
+imports take seconds on full cores.
 """
 
 import subprocess
