@@ -7,7 +7,7 @@ has recovered. A worker that is left out measures its device (`planner.plan.left
 from collections.abc import Iterator
 
 from planner.analysis.given_plan import GivenPlan, priced_plan
-from planner.cost.candidate import Candidate
+from planner.analysis.recut import with_cut
 from planner.cost.kinds import with_kinds
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
@@ -45,13 +45,8 @@ def without_idle_workers(profile: Profile, plan: Plan, cluster: Cluster, least_b
             waiting |= stage.layers
 
     left = [number for number in range(len(plan.stages)) if number not in idle]
-    before: frozenset[int] = frozenset()
-    stages: list[Candidate] = []
-    for number, own in zip(left, layers, strict=True):
-        stages.append(
-            Candidate(before, own, given.stages[number].options, plan.stages[number].ranks)
-        )
-        before |= own
+    kept = [replace(given.stages[number], ranks=plan.stages[number].ranks) for number in left]
+    stages = with_cut(kept, [[tuple(own)] for own in layers])
     return priced_plan(given.request, with_kinds(given.layer_costs, stages, given.request.setting))
 
 

@@ -37,7 +37,7 @@ def recut(profile: Profile, plan: Plan, cluster: Cluster, clock: Clock) -> Plan:
         for other in _neighbours(cut):
             if clock.passed:
                 return found
-            priced = priced_plan(given.request, _with_cut(given.stages, other))
+            priced = priced_plan(given.request, with_cut(given.stages, other))
             if _seconds(priced) < _seconds(found):
                 found = priced
                 next_cut = other
@@ -73,7 +73,8 @@ def _cut_of(given: GivenPlan) -> Cut | None:
     return cut
 
 
-def _with_cut(stages: Sequence[Candidate], cut: Cut) -> list[Candidate]:
+def with_cut(stages: Sequence[Candidate], cut: Cut) -> list[Candidate]:
+    """Return stages with the layers of a cut, one after the other."""
     before: frozenset[int] = frozenset()
     found = []
     for stage, groups in zip(stages, cut, strict=True):

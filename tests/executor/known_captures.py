@@ -34,10 +34,10 @@ def each_captured_once() -> AbstractContextManager[object]:
 def capture_ahead(job: Job) -> None:
     """Capture a job's model for workers that are forked from this process afterwards."""
     plan = job.plan
+    if plan.microbatch_size is None:
+        return
     # Each worker says itself what is wrong with a model.
     with suppress(Exception), generators_kept():
-        assert job.model is not None
-        assert plan.microbatch_size is not None
         spec = load_model_file(job.model)
         example = spec.example_batch(plan.microbatch_size)
         options = replace(module_options(plan), device="cpu")

@@ -89,13 +89,15 @@ def run_workers(
     variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in common.items()}
     texts = [job.model_dump_json() for job in jobs]
     leader = _warm().Process(target=_lead, args=(texts, run, arguments, log, variables, left_s))
+    log.touch()
     leader.start()
+    assert leader.pid is not None
     try:
         leader.join(TIMEOUT_S + ENDING_S)
         assert leader.exitcode == 0, f"exit code {leader.exitcode}:\n{log.read_text('utf-8')}"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(leader.pid or 0, signal.SIGKILL)  # what is left of its workers, too
+            os.killpg(leader.pid, signal.SIGKILL)  # what is left of its workers, too
         leader.join()
 
 
@@ -109,7 +111,6 @@ def _lead(
 ) -> None:
     """Capture the models of jobs, fork the workers, and exit with 1 where one of them fails."""
     os.setsid()
-    log.touch()
     gc.freeze()  # what the process before had imported; collections take half a second otherwise
     torch.set_num_threads(1)
     for job in jobs:
