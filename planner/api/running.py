@@ -13,7 +13,7 @@ from pathlib import Path
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.as_trained import as_trained
 from planner.api.mixed_servers import MixedServers, counted_gpus
-from planner.api.servers import Servers
+from planner.api.servers import Servers, count_gpus
 from planner.api.trainer_run import (
     GivenRun,
     TrainerQuestion,
@@ -188,6 +188,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         2
     """
     clock = _clock_of(options)
+    gpus, options = count_gpus(gpus, options)
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
@@ -398,7 +399,8 @@ def _servers(gpus: int | None, options: FitOptions) -> Servers | MixedServers:
         return MixedServers.of(options.gpu, gpus, options)
     if gpus is None:
         raise InputError(
-            "the question has no number of GPUs", hint="give `gpus=8`, or `gpu=v100=12,t4=4`"
+            "the question has no number of GPUs",
+            hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
         )
     return Servers.of(gpus, options)
 

@@ -2,6 +2,7 @@
 make.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from planner.formats.link_names import (
 )
 from planner.formats.names import CodecName
 from planner.options.cluster import ClusterOptions, listed
+from planner.options.option import refuse
 from planner.options.verbs import PER_SERVER, FitOptions
 from planner.units import counted
 
@@ -73,6 +75,33 @@ def number_of_servers(gpus: int, servers: int | None, gpus_per_server: int | Non
             hint=f"give `servers` as one of {', '.join(map(str, divisors(gpus)))}",
         )
     return servers
+
+
+def count_gpus(gpus: int | None, options: FitOptions) -> tuple[int | None, FitOptions]:
+    """Return how many GPUs there are, None where the options leave it to the kinds of GPUs or to a
+    trainer's file, and the options with servers in place of a topology.
+
+    Raises:
+        ClusterError: where GPUs were said twice, differently, and for servers in racks.
+        InputError: for a topology beside servers.
+    """
+    if options.topology is not None:
+        refuse(options, "topology", "servers", "gpus_per_server")
+        per_server, *above = (int(size) for size in options.topology)
+        if len(above) > 1:
+            named = "x".join(map(str, options.topology))
+            raise ClusterError(
+                f"`topology={named}` has {len(above) + 1} levels, and `plan fit` knows servers and "
+                f"the GPUs in them",
+                hint=f"give `topology={per_server}x{math.prod(above)}`, then solve with the racks "
+                f"and the profile.json that this leaves",
+            )
+        (servers,) = above or (1,)
+        options = replace(options, topology=None, servers=servers, gpus_per_server=per_server)
+
+    if isinstance(options.gpu, Mapping):
+        return gpus, options
+    return number_of_gpus(gpus, options.servers, options.gpus_per_server), options
 
 
 def divisors(gpus: int) -> list[int]:

@@ -216,7 +216,7 @@ def searching() -> Iterator[Progress]:
         before = ""
         while not done.wait(pause_s):
             text = progress_text(progress)
-            if line is not None or text != before:  # where lines stay, none is needed twice
+            if text and (line is not None or text != before):  # lines that stay are not repeated
                 show(text)
             before = text
             pause_s = wait_s
@@ -271,8 +271,13 @@ def stopped_by_interrupt(stop: threading.Event) -> Iterator[None]:
 
 
 def progress_text(progress: Progress) -> str:
-    """Write the best plan so far, the bound, and how much time is left."""
+    """Write the best plan so far, the bound, and how much time is left; nothing before a search
+    begins.
+    """
     from planner.formats.plan_parts import config_words
+
+    if progress == Progress(stop=progress.stop):
+        return ""
 
     parts = ["no plan so far"]
     if progress.config:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import planner
 from planner.cli import arguments, measured, output
-from planner.errors import ClusterError, InfeasibleError, PlannerError
+from planner.errors import InfeasibleError, PlannerError
 from planner.options.kinds import checked_counts
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
@@ -89,7 +89,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     parser.add_argument("model", help=help)
     known = ", ".join(name for name in DEVICES if name != "cpu")
     arguments.add_options(parser, FitOptions, "gpu", more=f". Kinds: {known}")
-    arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
+    arguments.add_options(parser, FitOptions, "servers", "gpus_per_server", "topology")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
     arguments.add_options(parser, FitOptions, "offload", "host_bandwidth")
@@ -227,23 +227,15 @@ def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
 
 def fit(args: argparse.Namespace) -> int:
     """Run the verb, and return its exit code."""
-    from planner.api.servers import number_of_gpus
     from planner.plan.trainable import trains_sequences
     from planner.reporting.tables.links import links_warning
 
-    gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
-    in_file = args.torchtitan or args.accelerate  # which may say how many
-    if gpus is None and not isinstance(args.gpu, dict) and not in_file:
-        raise ClusterError(
-            "the question has no number of GPUs",
-            hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
-        )
     for kind in _kinds(args.gpu):
         check_kind(kind, alone=not isinstance(args.gpu, dict))
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
         answer = planner.fit(
-            args.model, gpus, **arguments.given_options(FitOptions, args), progress=progress
+            args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress
         )
     output.print_answer(answer, args.json)
     if answer.asked.plan is not None and (warning := links_warning(answer.asked.plan)):

@@ -39,6 +39,15 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def sizes_of_levels(text: str) -> list[int]:
+    """Return the sizes of a topology such as 4x2.
+
+    Raises:
+        ClusterError: for what is not a number between two x.
+    """
+    return each(_size, "x")(text)
+
+
 def _kinds(text: str) -> dict[str, int]:
     parts = [part.partition("=") for part in text.split(",")]
     if not all(name and count.isdigit() and int(count) for name, _, count in parts):
@@ -89,7 +98,7 @@ class ClusterOptions(Options):
         "`gpus_per_server=4`; "
         "4x2x3 are 3 racks of these",
         "SIZES",
-        parse=each(_size, "x"),
+        parse=sizes_of_levels,
     )
     bandwidth: Quantities | None = option(
         None,

@@ -15,7 +15,7 @@ from planner.formats.names import (
     StackName,
     StateName,
 )
-from planner.options.cluster import ClusterOptions, Quantities
+from planner.options.cluster import ClusterOptions, Quantities, sizes_of_levels
 from planner.options.kinds import EXAMPLE, RATES_EXAMPLE, gpu_kinds, link_rates
 from planner.options.numbers import degrees, microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
@@ -89,6 +89,13 @@ class FitOptions(SolveOptions):
     )
     servers: int | None = same(ClusterOptions, "servers", told=f"up to {PER_SERVER} GPUs in each")
     gpus_per_server: int | None = same(ClusterOptions, "gpus_per_server")
+    topology: str | Sequence[int] | None = option(
+        None,
+        "GPUs per server x servers: 4x2 are 2 servers of 4 GPUs, as with `servers=2` and "
+        "`gpus_per_server=4`",
+        "SIZES",
+        parse=sizes_of_levels,
+    )
     bandwidth: Quantities | Mapping[str, Quantities] | None = option(
         None,
         "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; "

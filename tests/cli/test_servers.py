@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import planner
-from planner.api.servers import Servers
-from planner.errors import ClusterError
+from planner.api.servers import Servers, count_gpus
+from planner.errors import ClusterError, PlannerError
 from planner.formats.profile import save_profile
 from planner.options.verbs import FitOptions
 from tests.cli.in_process import plan
@@ -133,3 +134,33 @@ def test_python_counts_servers_too() -> None:
 def test_servers_that_do_not_have_the_gpus_are_refused_by_fit() -> None:
     with pytest.raises(ClusterError, match="2 servers of 2 GPUs are 4 GPUs, not `gpus=8`"):
         Servers.of(8, FitOptions(servers=2, gpus_per_server=2))
+
+
+@pytest.mark.parametrize("given", [{"topology": "4x2"}, {"topology": (4, 2)}])
+def test_fit_reads_a_topology_as_servers(given: dict[str, Any]) -> None:
+    gpus, options = count_gpus(None, FitOptions(**given))
+    assert gpus == 8
+    servers = Servers.of(gpus, options)
+    assert (servers.count, servers.per_server) == (2, 4)
+    assert count_gpus(None, FitOptions(servers=2, gpus_per_server=4)) == (
+        8,
+        FitOptions(servers=2, gpus_per_server=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "message"),
+    [
+        (None, {"topology": "4x2x3"}, "`topology=4x2x3` has 3 levels"),
+        (9, {"topology": "4x2"}, "2 servers of 4 GPUs are 8 GPUs, not `gpus=9`"),
+        (None, {"topology": "4x2", "servers": 2}, "`servers` has no meaning with `topology`"),
+        (None, {"topology": "4xtwo"}, "'two' is not a number of GPUs or servers"),
+    ],
+)
+def test_a_topology_that_fit_cannot_take(
+    gpus: int | None,
+    given: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(PlannerError, match=message):
+        count_gpus(gpus, FitOptions(**given))

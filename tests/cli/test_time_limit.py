@@ -24,7 +24,9 @@ from tests.plan.test_blocks import transformer
 
 def test_progress_says_what_is_known() -> None:
     progress = Progress()
-    assert progress_text(progress) == "no plan so far"
+    assert progress_text(progress) == ""  # what is asked for is still being read
+    progress.begin(time.monotonic() + 30.5, 0.0)
+    assert progress_text(progress) == "no plan so far; 30 s left"
     progress.begin(time.monotonic() + 30.5, 0.5)
     progress.meet("2-2", 2.0)
     progress.meet("4", 3.0)  # slower

@@ -64,18 +64,18 @@ def loss(output, target):
     return nn.functional.cross_entropy(output, target)
 
 class Optimizer(torch.optim.SGD):
-    steps = 0
+    steps = 0  # fails after those of the trial that every optimizer goes through
 
     def step(self):
         self.steps += 1
-        if FAULT == "step" and self.steps == 5:
+        if FAULT == "step" and self.steps == 15:
             raise ValueError("no step")
-        if FAULT == "stopped" and self.steps == 5 and os.environ["RANK"] == "0":
+        if FAULT == "stopped" and self.steps == 15 and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGSTOP)
         if FAULT == "once" and self.steps == 15 and not os.path.exists("failed"):
             open("failed", "w").close()
             raise ValueError("failed once")
-        if FAULT in ("raised", "killed") and self.steps == 4 + int(os.environ["RANK"]):
+        if FAULT in ("raised", "killed") and self.steps == 14 + int(os.environ["RANK"]):
             if os.environ["RANK"] == "0":  # as in a call of CUDA that waits for the other worker
                 time.sleep(10_000)
             if FAULT == "killed":
@@ -210,7 +210,8 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
         (
             "step",
             "worker ",
-            f"in the update after minibatch 4: ValueError: no step (model.py:{line_of('no step')})",
+            "in the update after minibatch 14: ValueError: no step "
+            f"(model.py:{line_of('no step')})",
         ),
         (
             "memory",
@@ -278,7 +279,7 @@ def test_a_worker_that_is_stopped_after_its_last_minibatch_is_missed(
     [
         (
             "raised",
-            f", in the update after minibatch 4: ValueError: fifth (model.py:{line_of('fifth')})",
+            f", in the update after minibatch 14: ValueError: fifth (model.py:{line_of('fifth')})",
         ),
         ("killed", ": its process is gone and left no reason; last heard of "),
     ],

@@ -89,7 +89,9 @@ def test_going_on_equals_not_having_stopped(
     whole, before, after = [], [], []
     for model, optimizer in cases:
         path = write_model(tmp_path, model, optimizer)
-        plan = make_plan(structural_profile(path, BATCH_SIZE), replicas, schedule, microbatches)
+        profile = structural_profile(path, BATCH_SIZE)
+        chunks = len(replicas) // 2  # of each of two workers
+        plan = make_plan(profile, replicas, schedule, microbatches, chunks=chunks)
         whole.append(job_of(path, plan, tmp_path, "whole", 13))
         before.append(job_of(path, plan, tmp_path, "stopped", 7))
         after.append(job_of(path, plan, tmp_path, "stopped", 13, resume="auto"))
