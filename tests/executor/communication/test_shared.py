@@ -126,6 +126,7 @@ def test_schedules_that_drain_equal_plain_training(
 @pytest.mark.slow
 def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
     """Three stages, of which the first has the embedding and the last the head."""
+    pytest.importorskip("transformers", reason="needs the extra 'hf': pip install transformers")
     plan = plan_for(tmp_path, (1, 1, 1), "1f1b-flush", 4, model="gpt2")
     assert [shared.stages for shared in plan.shared] == [(0, 2)]
     for job, losses, weights in train(tmp_path, plan, 5, model="gpt2"):
