@@ -46,8 +46,12 @@ def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
 
 
 def sample_parts(plan: Plan) -> int:
-    """Return into how many parts the ranks of a group divide the samples of a microbatch."""
+    """Return into how many parts the ranks of a group divide the samples of a microbatch.
+
+    The plan is that of all ranks: what one rank sees of it does not say how many there are.
+    """
     if plan.by_samples:
+        assert plan.divides_layers, "a plan by samples, as one rank sees it"
         return plan.ranks_per_replica
     return 1
 

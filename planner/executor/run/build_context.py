@@ -110,10 +110,12 @@ def pipeline_context(
 
     if read is None:
         assert data is not None
-        data = divided_data(data, plan, built, lasting, rank, tensor)
+        data = divided_data(data, job.plan, built, lasting, rank, tensor)
     else:
         data = read_by_worker(read, built, lasting, comparison, place.compute)
-        data = ComparedBatches(divided_data(data, plan, built, lasting, rank, tensor), comparison)
+        data = ComparedBatches(
+            divided_data(data, job.plan, built, lasting, rank, tensor), comparison
+        )
     check_sizes(built.training.values(), data.last_sizes, built.other_sizes, lasting)
 
     shape = replace(
