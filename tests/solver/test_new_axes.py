@@ -93,12 +93,12 @@ def check(seed: int) -> tuple[bool, bool, bool]:
     recomputes units.
     """
     problem = random_problem(np.random.default_rng([16, seed]))
-    space = Chain(problem.layer_costs)
-    path, expected = PipelineSearch(problem, space).best(), EveryPlan(problem).best()
+    search = PipelineSearch(problem, Chain(problem.layer_costs))
+    path, expected = search.best(), EveryPlan(problem).best()
     assert (path is None) == (expected is None), seed
     if path is None or expected is None:
         return False, False, False
-    stages = stages_along(space, path)
+    stages = stages_along(search.space, path)
     assert path.seconds == pytest.approx(expected[0], rel=1e-9), seed
     for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
         priced = price(problem.layer_costs, plan, problem.setting)
