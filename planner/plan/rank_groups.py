@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.errors import ClusterError
+from planner.errors import ClusterError, PlanError
 from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.files import replace
 from planner.formats.plan import Plan
@@ -49,11 +49,18 @@ def sample_parts(plan: Plan) -> int:
     """Return into how many parts the ranks of a group divide the samples of a microbatch.
 
     The plan is that of all ranks: what one rank sees of it does not say how many there are.
+
+    Raises:
+        PlanError: where ranks have samples of their own, and no stage has several ranks.
     """
-    if plan.by_samples:
-        assert plan.divides_layers, "a plan by samples, as one rank sees it"
-        return plan.ranks_per_replica
-    return 1
+    if not plan.by_samples:
+        return 1
+    if not plan.divides_layers:
+        raise PlanError(
+            "the plan gives each rank samples of its own, and no stage has a group of ranks",
+            hint="solve again: `plan solve`",
+        )
+    return plan.ranks_per_replica
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:

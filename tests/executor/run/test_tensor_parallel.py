@@ -29,6 +29,7 @@ from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.group import TensorGroup
 from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.plan.rank_groups import plan_of_tensor_rank, sample_parts
 from planner.plan.trainable import check_divided
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
@@ -460,3 +461,13 @@ def test_tokens_that_ranks_do_not_divide_evenly_are_refused(tmp_path: Path) -> N
     job = Job(model=str(path), plan=plan, steps=1, seed=SEED)
     with pytest.raises(PlanError, match="2 ranks cannot shard the tokens of any value evenly"):
         build_modules(job, [0], load_model_file(str(path)), "cpu", TensorGroup(2, 0))
+
+
+def test_ranks_with_samples_of_their_own_are_in_groups(tmp_path: Path) -> None:
+    """What one rank sees of a plan does not say into how many parts samples are divided."""
+    path = write_model(tmp_path, "experts alone", "momentum")
+    plan = make_plan(_profile(str(path)), (1,), "1f1b-flush", 2)
+    divided = in_groups(plan, 2).model_copy(update={"by_samples": True})
+    assert sample_parts(divided) == 2
+    with pytest.raises(PlanError, match="no stage has a group of ranks"):
+        sample_parts(plan_of_tensor_rank(divided, 0))
