@@ -3,7 +3,8 @@ enough.
 
 The default tests run what needs no training, on files made beforehand. Those marked slow type all
 commands of a page into a shell, one after the other, in a folder with a small model file, and the
-page's Python scripts where they stand. What neither runs says why in the page.
+page's Python scripts where they stand. What neither runs says why in the page; `plan fit` by a
+model's name is left out of the slow ones where the package transformers is not installed.
 """
 
 from __future__ import annotations
