@@ -53,6 +53,8 @@ class ControllableMemory(VShaped):
 
     def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[Step]:
         """See base class."""
+        if units == 0:  # of more replicas than microbatches
+            return
         for work, chunk, unit in _orders(self, workers, units)[position].steps():
             if position > 0 or chunk > 0 or work == "F":
                 yield work, chunk, unit

@@ -91,7 +91,7 @@ def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
         plan = _plan(path, profile(path, batch_size=MICROBATCH_SIZE, seconds=0.0), shape)
         weights = folder / "weights.safetensors"
         arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights)
-        result = _trained(make_job(path, plan, arguments), folder)
+        result = trained(make_job(path, plan, arguments), folder)
     except PlannerError as refusal:
         return Outcome("refused", f"{refusal.message} Hint: {refusal.hint}", shape)
     except Exception:
@@ -101,7 +101,7 @@ def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
 
 
 def _plan(path: Path, profiled: Profile, shape: Shape) -> Plan:
-    profiled = profiled.model_copy(update={"chunked_loss": _chunked(path, shape.loss_chunks)})
+    profiled = profiled.model_copy(update={"chunked_loss": chunked(path, shape.loss_chunks)})
     schedule = find(shape.schedule)
     plan = even_plan(profiled, schedule, shape.replicas, microbatches=shape.microbatches)
     if not shape.attention_again:
@@ -119,7 +119,7 @@ def _plan(path: Path, profiled: Profile, shape: Shape) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def _chunked(path: Path, chunks: int) -> ChunkedLoss | None:
+def chunked(path: Path, chunks: int) -> ChunkedLoss | None:
     """Return how training computes the loss of a file in chunks; None where it does so whole."""
     if chunks == 1:
         return None
@@ -152,7 +152,7 @@ def _compared(
     return Outcome("equal" if same else "different", detail, shape)
 
 
-def _trained(job: Job, folder: Path) -> TrainResult:
+def trained(job: Job, folder: Path) -> TrainResult:
     """Run a job in forked workers; raise the error of the first one that refused it."""
     log = folder / "workers.log"
     log.touch()
