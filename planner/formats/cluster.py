@@ -210,6 +210,13 @@ class Cluster(Shown, GrownRecord):
         return min(limits, default=None)
 
     @property
+    def most_memory_bytes(self) -> int | None:
+        """The memory of the largest device in bytes; None for no limit."""
+        limits = [self.memory_of(kind) for kind in self.kinds or (None,)]
+        known = [limit for limit in limits if limit is not None]
+        return max(known) if len(known) == len(limits) else None
+
+    @property
     def kinds_words(self) -> str:
         """How many devices there are of each kind: "12 v100 + 4 t4"; "" where all are alike."""
         return " + ".join(f"{kind.count} {kind.title}" for kind in self.kinds)

@@ -23,6 +23,7 @@ from planner.cost.weight_copies import exchanged_bytes
 from planner.formats.files import replace
 from planner.solver.pool import SEARCH, Batch, Pool
 from planner.solver.problem.cut_space import cut_after
+from planner.solver.problem.infeasible import without_room
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.propose.chain import propose_chain
@@ -110,8 +111,12 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
         yield problem
         return
 
-    tuning = problem.tuning
     least = int(problem.degree > 1)  # the communicator of the ranks that divide layers
+    taken_bytes = problem.layer_costs.overheads.reserve(least).fixed_bytes
+    if (most_bytes := problem.cluster.most_memory_bytes) is not None and most_bytes <= taken_bytes:
+        raise without_room(problem, most_bytes, taken_bytes)
+
+    tuning = problem.tuning
     room = least
     while True:
         pool.crowded = None

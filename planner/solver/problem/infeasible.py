@@ -45,6 +45,17 @@ def against_rules(problem: Problem) -> InfeasibleError:
     )
 
 
+def without_room(problem: Problem, memory_bytes: int, taken_bytes: int) -> InfeasibleError:
+    """Return the error for GPUs whose memory is gone before there is a tensor."""
+    gpus = counted(problem.cluster.gpus * problem.degree, "GPU")
+    taken = format_memory(taken_bytes)
+    return InfeasibleError(
+        f"no plan fits {gpus} of {format_memory(memory_bytes)}: the context and the communicators "
+        f"of a process take {taken} of each",
+        hint=f"give a `memory` of much more than {taken}",
+    )
+
+
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
     """Return the error for a memory that no plan fits: the stage, and changes that would help.
 

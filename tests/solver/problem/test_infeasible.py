@@ -23,6 +23,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import parse_bytes
+from tests.cost.test_overheads import on_cuda
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
@@ -87,6 +88,14 @@ def tight_problem() -> Problem:
     """Two layers that fit alone: 300 and 400 bytes of weights and gradients, on one GPU of 500."""
     model = profile(layer("small", weight_bytes=150), layer("large", weight_bytes=200), edges=[])
     return Problem(LayerCosts(model), Setting(flat_cluster(1, 1.0, 500), find("1f1b"), 1))
+
+
+def test_a_memory_that_processes_take_without_tensors_is_told_as_it_was_given() -> None:
+    model = on_cuda(profile(layer("only", weight_bytes=8)), context_bytes=300 * 10**6)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(model, flat_cluster(2, 1e9, memory_bytes=10 * 10**6))
+    assert caught.value.message.startswith("no plan fits 2 GPUs of 10 MB: the context")
+    assert "take 300 MB of each" in caught.value.message
 
 
 @pytest.mark.parametrize("calls", range(12))
