@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+import planner
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -98,6 +99,7 @@ class DrawnRun:
     rates: bool = False  # that change with each update
     loss_chunks: int = 1
     deferred: bool | None = None
+    own_loop: bool = False  # whether a script hands in the minibatches
 
     @property
     def own_samples(self) -> int:
@@ -144,6 +146,7 @@ def draw_run(seed: int) -> DrawnRun:
         rates=not asynchronous and chosen.random() < 0.3,
         loss_chunks=1 if whole_loss else chosen.choice((1, 3)),
         deferred=chosen.choice((None, None, True)),
+        own_loop=samples is not None and chosen.random() < 0.5,
     )
 
 
@@ -239,6 +242,39 @@ def _plan(run: DrawnRun, division: Division, profile: Profile) -> Plan:
     if division.dividing == "tokens":
         plan = by_tokens(plan)
     return plan.model_copy(update={"by_samples": division.dividing == "samples"})
+
+
+def losses_by_own_loop(job: Job) -> list[float]:
+    """Train a job as a script with a loop of its own does, on the same minibatches."""
+    spec = load_model_file(job.model)
+    plan = job.plan
+    with planner.pipeline(plan, job.model, seed=job.seed, options=job.options) as pipeline:
+        first = 0
+        if job.checkpoints.resume is not None:
+            first = pipeline.load_checkpoint(job.checkpoints.folder)
+        assert plan.microbatch_size is not None
+        data = make_batches(
+            spec,
+            plan.microbatch_size,
+            plan.microbatches,
+            job.seed,
+            drop_last=job.options.drop_last,
+        )
+        for number in range(first, job.steps or 0):
+            pipeline.step(_whole_minibatch(data, number))
+        if job.checkpoints.every is not None:
+            pipeline.save_checkpoint(job.checkpoints.folder)
+        if job.save_weights is not None:
+            pipeline.save_weights(job.save_weights)
+        pipeline.drain()
+        return [loss for _, loss in sorted(pipeline.losses.items())]
+
+
+def _whole_minibatch(data: BatchSource, number: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    units = [Unit(number, part) for part in range(data.microbatches)]
+    parts = [data.batch(unit) for unit in units if data.size(unit)]
+    columns = zip(*(part.args for part in parts), strict=True)
+    return tuple(map(torch.cat, columns)), torch.cat([part.target for part in parts])
 
 
 def expected_of(run: DrawnRun, path: Path, plan: Plan) -> tuple[list[float], Weights]:

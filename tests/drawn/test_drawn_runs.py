@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from planner.errors import PlannerError
-from tests.drawn.runs import DrawnRun, draw_run, expected_of, jobs_of, write_file
-from tests.drawn.trainings import trained
+from tests.drawn.runs import (
+    DrawnRun,
+    draw_run,
+    expected_of,
+    jobs_of,
+    losses_by_own_loop,
+    write_file,
+)
+from tests.drawn.trainings import losses_by_job, trained
 
 FIRST = 4  # seeds that every run trains
 PER_TEST, ALL = 20, 200
@@ -31,8 +38,7 @@ def off_by(run: DrawnRun, folder: Path) -> float:
     for number, job in enumerate(jobs):
         own = folder / f"part {number}"
         own.mkdir()
-        found = [entry.loss for entry in trained(job, own).losses]
-        losses += [math.nan if loss is None else loss for loss in found]
+        losses += trained(job, own, losses_by_own_loop if run.own_loop else losses_by_job)
 
     right, weights = expected_of(run, path, jobs[0].plan)
     assert len(losses) == len(right)

@@ -5,11 +5,13 @@ with one process.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from planner.options.training import TrainArguments
 from planner.plan.attention import attention_groups
 from planner.schedule.registry import find
 from planner.selfcheck.lab import even_plan
-from planner.workers.job import Job, TrainResult
+from planner.workers.job import Job
 from tests.drawn.model_files import DrawnFile
 from tests.drawn.one_process import Reader, largest_difference, train_alone
 from tests.executor.processes import run_workers
@@ -74,6 +76,14 @@ class Outcome:
     shape: Shape
 
 
+def losses_by_job(job: Job) -> list[float] | None:
+    """Train a job as the product's worker does."""
+    result = train_worker(job)
+    if result is None:
+        return None
+    return [math.nan if entry.loss is None else entry.loss for entry in result.losses]
+
+
 def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
     """Profile, plan and train a drawn file in `folder`, and compare the training with one
     process.
@@ -91,13 +101,13 @@ def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
         plan = _plan(path, profile(path, batch_size=MICROBATCH_SIZE, seconds=0.0), shape)
         weights = folder / "weights.safetensors"
         arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights)
-        result = trained(make_job(path, plan, arguments), folder)
+        losses = trained(make_job(path, plan, arguments), folder)
     except PlannerError as refusal:
         return Outcome("refused", f"{refusal.message} Hint: {refusal.hint}", shape)
     except Exception:
         return Outcome("crashed", traceback.format_exc(), shape)
 
-    return _compared(drawn, path, plan, result, load_file(weights), shape)
+    return _compared(drawn, path, plan, losses, load_file(weights), shape)
 
 
 def _plan(path: Path, profiled: Profile, shape: Shape) -> Plan:
@@ -136,7 +146,7 @@ def _compared(
     drawn: DrawnFile,
     path: Path,
     plan: Plan,
-    result: TrainResult,
+    losses: list[float],
     weights: dict[str, torch.Tensor],
     shape: Shape,
 ) -> Outcome:
@@ -146,45 +156,54 @@ def _compared(
     off_by = largest_difference(alone.after, weights) / max(alone.moved, 1e-9)
     allowed = SAME_IN_BFLOAT16 if drawn.names["region"] == "autocast" else SAME
 
-    losses = [loss.loss for loss in result.losses]
     detail = f"weights off by {off_by:.1e} of their change; losses {losses} of {alone.losses}"
     same = off_by <= allowed and len(losses) == len(alone.losses)
     return Outcome("equal" if same else "different", detail, shape)
 
 
-def trained(job: Job, folder: Path) -> TrainResult:
-    """Run a job in forked workers; raise the error of the first one that refused it."""
+def trained(
+    job: Job, folder: Path, train: Callable[[Job], list[float] | None] = losses_by_job
+) -> list[float]:
+    """Train a job in forked workers, and return its losses by minibatch; raise the error of the
+    first worker that refused it.
+
+    Args:
+        folder: for its files.
+        train: called on each worker; one of them must return the losses, others None.
+    """
     log = folder / "workers.log"
     log.touch()
     path = folder / "job.json"
     path.write_text(job.model_dump_json(), encoding="utf-8")
-    run_workers(_train, [str(path)], log, job.plan.workers, left_s=LEFT_S)
+    run = partial(_train, train=train)
+    run_workers(run, [str(path)], log, job.plan.workers, left_s=LEFT_S)
 
     refusals = [path for path in folder.glob("refusal-*.json") if path.stat().st_size]
     if refusals:
         raise PlannerError(**json.loads(min(refusals, key=_time_written).read_text("utf-8")))
-    result = folder / "result.json"
+    result = folder / "losses.json"
     if not result.exists():
         raise RuntimeError(log.read_text("utf-8"))
-    return TrainResult.model_validate_json(result.read_text("utf-8"))
+    losses: list[float] = json.loads(result.read_text("utf-8"))  # may have NaN
+    return losses
 
 
-def _train(paths: Sequence[str]) -> None:
-    """Train a job as one worker; leave its result, or the sentence of its refusal, beside the job's
+def _train(paths: Sequence[str], train: Callable[[Job], list[float] | None]) -> None:
+    """Train a job as one worker; leave its losses, or the sentence of its refusal, beside the job's
     file.
     """
     path = Path(paths[0])
     job = Job.model_validate_json(path.read_text("utf-8"))
     try:
-        result = train_worker(job)
+        losses = train(job)
     except PlannerError as error:
         refusal = path.with_name(f"refusal-{os.environ['RANK']}.json")
         content = {"message": error.message, "hint": error.hint}
         refusal.write_text(json.dumps(content), encoding="utf-8")
         # as a worker of a launcher does: the other one may wait for it for ever
         os._exit(error.exit_code)
-    if result is not None:
-        path.with_name("result.json").write_text(result.model_dump_json(), encoding="utf-8")
+    if losses is not None:
+        path.with_name("losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 def _time_written(path: Path) -> int:

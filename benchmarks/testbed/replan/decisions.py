@@ -281,7 +281,7 @@ def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
                 run.told += 1
                 drift, answer = _answer(run, windows, parting, replanner.longer)
                 replanner.consider(drift, answer, clear=parting.clear)
-            replanner.look(until)
+            replanner.look(until, window.samples_per_s)
             point = passed + replanner.every
             if replanner.ends_at(point):
                 run.plan = replanner.next_plan()
@@ -298,6 +298,7 @@ def _window(run: Run, changes: Sequence[tuple[int, World]], first: int, end: int
     noise = random.Random(f"{run.seed} {first}")
     events: list[Event] = []
     begin_s = 0.0
+    took_s = 0.0  # as in the middle of a run: what is simulated fills and drains the pipeline
     for start, until, world in _parts(run.case, changes, first, end):
         there = run.on(world)
         rows = [
@@ -316,11 +317,13 @@ def _window(run: Run, changes: Sequence[tuple[int, World]], first: int, end: int
         ]
         events += moved
         begin_s = max(row.end_s for row in moved)
+        steady_s = there.predicted.seconds_per_minibatch
+        took_s += (until - start) * steady_s * (1 + noise.uniform(0, NOISE))
     number = first // WINDOW
     bursts = [_burst(run, number - 1), _burst(run, number)]
     noisy = [_noisy(event, noise, bursts) for event in events]
     samples = (end - first) * _size(run.plan)
-    return Window(first, end, noisy, samples / begin_s, _left_out(run, changes, noise, end))
+    return Window(first, end, noisy, samples / took_s, _left_out(run, changes, noise, end))
 
 
 def _left_out(

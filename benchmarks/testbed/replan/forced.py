@@ -69,7 +69,7 @@ def force(folder: Path) -> None:
     """
     plans = [load_plan(path) for path in sorted(folder.glob("next-*.json"))]
 
-    def settle(self: Replanner, end: int) -> None:
+    def settle(self: Replanner, end: int, samples_per_s: float) -> None:
         if len(self.moves) < len(plans) and not self._decided:
             self._settle(plans[len(self.moves)], end)
 

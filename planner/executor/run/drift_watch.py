@@ -105,7 +105,7 @@ class DriftListener(Protocol):
         """By layer, how many times as long as profiled it took when the plan was solved."""
 
     def consider(self, drift: Drift, answer: Corrected | None, *, clear: bool) -> None: ...
-    def look(self, end: int) -> None: ...
+    def look(self, end: int, samples_per_s: float) -> None: ...
 
 
 class DriftWatch:
@@ -264,7 +264,7 @@ class DriftWatch:
         if found is not None:
             self._tell_all(found)
         if self._listener is not None:
-            self._listener.look(window.end)
+            self._listener.look(window.end, window.samples_per_s)
 
     @property
     def _ranks(self) -> list[int]:

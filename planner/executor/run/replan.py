@@ -4,9 +4,12 @@
     cost = seconds that training stands still: of the last move, or of the start of the run
 
 A move must gain `replan_gain` times what it costs, and after one the next is at least ten times its
-cost away. What is clear beside the noise of the windows before, and has lasted as long as a move
-takes, is decided at once. All else is decided two windows later, if the run has not come back to
-its plan by then.
+cost away. It must also gain more than predictions err by: it waits while the run is not as fast as
+is expected of its own plan, to within that gain.
+
+What is clear beside the noise of the windows before, and has lasted as long as a move takes, is
+decided at once. All else is decided two windows later, if the run has not come back to its plan by
+then.
 
 Worker 0 decides beside training. Several times in a window every worker asks the store whether the
 plan ends there: the first to ask, or worker 0, settles it for all. A worker that the plan leaves
@@ -54,6 +57,13 @@ class _Better(NamedTuple):
     plan: Plan
     longer: Mapping[str, float]  # layers
     saved_s: float  # per minibatch
+    expected_samples_per_s: float  # of the plan that is run
+    samples_per_s: float
+
+    def gains_more_than_errors(self, measured_samples_per_s: float) -> bool:
+        """Return whether the plan would gain more than the prediction of the run's plan errs by."""
+        error = abs(measured_samples_per_s / self.expected_samples_per_s - 1)
+        return self.samples_per_s / self.expected_samples_per_s - 1 > error
 
 
 class Replanner:
@@ -110,15 +120,26 @@ class Replanner:
         samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
         lasted_s = (drift.seen - drift.since) * samples / drift.measured_samples_per_s
         saved_s = samples / drift.expected_samples_per_s - samples / drift.better_samples_per_s
-        self._better = _Better(better, answer.longer, saved_s)
+        self._better = _Better(
+            better,
+            answer.longer,
+            saved_s,
+            drift.expected_samples_per_s,
+            drift.better_samples_per_s,
+        )
         self._unconfirmed = _CONFIRMED
         if clear and lasted_s >= self._cost_s:
             self._unconfirmed = 0
         if better.workers > self._plan.workers:
             self._unconfirmed += _CONFIRMED * (2 ** max(0, self._times_left_out - 1) - 1)
 
-    def look(self, end: int) -> None:
-        """Decide, after half a window that ended with minibatch `end`, whether to move."""
+    def look(self, end: int, samples_per_s: float) -> None:
+        """Decide, after half a window that ended with minibatch `end`, whether to move.
+
+        Args:
+            end: minibatch.
+            samples_per_s: that were trained in it.
+        """
         if self._better is None or self._decided:
             return
         if self._unconfirmed > 0:
@@ -126,7 +147,10 @@ class Replanner:
             return
         if time.monotonic() < self._rests_until_s:
             return
-        plan, longer, saved_s = self._better
+        if not self._better.gains_more_than_errors(samples_per_s):
+            return
+        plan, saved_s = self._better.plan, self._better.saved_s
+        longer = self._better.longer
         self._better = None
         left = self._minibatches - end
         pays = left * saved_s >= self._gain * self._cost_s

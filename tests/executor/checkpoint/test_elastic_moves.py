@@ -34,7 +34,7 @@ from planner.formats.plan import load_plan
 NEXT = Path(__file__).with_name(f"next-{os.environ.get('WORLD_SIZE', '0')}.json")
 NOTES = Path(__file__).with_name("moves")
 
-def settle(self, end):
+def settle(self, end, samples_per_s):
     if not self.moves and not self._decided:
         self._settle(load_plan(NEXT), end)
 

@@ -35,7 +35,7 @@ def run_moving(arguments: Sequence[str]) -> None:
     job_path, *paths = arguments
     plans = [load_plan(path) for path in paths]
 
-    def settle(self: Replanner, end: int) -> None:
+    def settle(self: Replanner, end: int, samples_per_s: float) -> None:
         if len(self.moves) < len(plans) and not self._decided:
             self._settle(plans[len(self.moves)], end)
 

@@ -43,7 +43,7 @@ def run_both(arguments: Sequence[str]) -> None:
     job = Job.model_validate_json(Path(job_path).read_text("utf-8"))
     plans = [load_plan(path) for path in paths]
 
-    def settle(self: Replanner, end: int) -> None:
+    def settle(self: Replanner, end: int, samples_per_s: float) -> None:
         if len(self.moves) < len(plans) and not self._decided:
             self._settle(plans[len(self.moves)], end)
 

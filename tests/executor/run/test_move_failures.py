@@ -34,7 +34,7 @@ from planner.formats.plan import load_plan
 HERE = Path(__file__).parent
 POINT = json.loads((HERE / "kill.json").read_text())
 
-def settle(self, end):
+def settle(self, end, samples_per_s):
     if not self.moves and not self._decided:
         self._settle(load_plan(HERE / "next.json"), end)
 

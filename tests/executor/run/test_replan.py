@@ -29,6 +29,7 @@ from tests.simulator.plans import equal_layers, plan_of
 MINIBATCHES = 10_000
 WINDOW = 50
 HALF = WINDOW // 2
+MEASURED = 1 / 10.0  # samples per second of the plan that is run
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def answer(better: Plan) -> Corrected:
 def confirm(made: Replanner, end: int) -> None:
     """Let windows pass until it is decided, after that with minibatch `end`."""
     for number in (4, 3, 2, 1, 0):
-        made.look(end - number * HALF)
+        made.look(end - number * HALF, MEASURED)
 
 
 def ends(made: Replanner) -> list[int]:
@@ -92,7 +93,7 @@ def test_all_workers_end_at_the_same_minibatch(plan: Plan) -> None:
 def test_what_is_clear_is_decided_at_once(plan: Plan) -> None:
     made = replanner(plan, cost_s=100.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
-    made.look(200)
+    made.look(200, MEASURED)
     assert ends(made) == [210]
 
 
@@ -100,10 +101,10 @@ def test_what_has_not_lasted_as_long_as_a_move_is_waited_for(plan: Plan) -> None
     lasted_s = 1000.0  # 100 minibatches of 10 s
     made = replanner(plan, cost_s=1.01 * lasted_s)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
-    made.look(200)
+    made.look(200, MEASURED)
     assert not made.ends_at(210)
     for end in (225, 250, 275, 300):
-        made.look(end)
+        made.look(end, MEASURED)
     assert ends(made) == [310]
 
 
@@ -149,12 +150,24 @@ def test_a_plan_that_is_no_better_any_more_is_forgotten(plan: Plan) -> None:
 def test_what_has_gone_two_windows_later_was_noise(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
     made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=False)
-    made.look(100)
-    made.look(150)
+    made.look(100, MEASURED)
+    made.look(150, MEASURED)
     made.consider(drift(plan, 10.0, 5.0), None, clear=False)  # it has recovered
-    made.look(200)
-    made.look(250)
+    made.look(200, MEASURED)
+    made.look(250, MEASURED)
     assert ends(made) == []
+
+
+def test_a_move_waits_while_predictions_err_by_more_than_it_gains(plan: Plan) -> None:
+    """Of a run that is not as fast as expected of its own plan, something else takes the time."""
+    made = replanner(plan, cost_s=1.0)
+    made.consider(drift(plan, 10.0, 9.0), answer(plan), clear=True)
+    made.look(200, 0.8 * MEASURED)
+    assert not made.ends_at(210)
+    made.look(225, 1.2 * MEASURED)
+    assert not made.ends_at(240)
+    made.look(250, 0.95 * MEASURED)
+    assert ends(made) == [260]
 
 
 def smaller(plan: Plan) -> Plan:
@@ -166,7 +179,7 @@ def smaller(plan: Plan) -> Plan:
 def test_slow_workers_are_left_out(plan: Plan) -> None:
     made = replanner(plan, cost_s=1.0)
     made.consider(drift(plan, 10.0, 5.0), answer(smaller(plan)), clear=True)
-    made.look(200)
+    made.look(200, MEASURED)
     assert ends(made) == [210]
 
     made.moved(smaller(plan), 210, seconds=1.0)
@@ -181,9 +194,9 @@ def test_each_time_it_takes_longer_to_take_a_worker_in_again(plan: Plan) -> None
         made.moved(smaller(plan), 200, seconds=0.0)
         made.consider(drift(plan, 10.0, 5.0), answer(plan), clear=True)
         looks = 1
-        made.look(200)
+        made.look(200, MEASURED)
         while not made._decided:
-            made.look(200)
+            made.look(200, MEASURED)
             looks += 1
             assert looks < 100
         took.append(looks)
