@@ -48,6 +48,7 @@ def checked_arguments(
                 hint=f"{did_you_mean(unknown[0], names)}help(planner.{function.__name__}) shows "
                 "all",
             )
+
         for name, value in (*zip(names, arguments, strict=False), *keywords.items()):
             _check_class(function, name, value)
 

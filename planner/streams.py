@@ -17,6 +17,7 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a notebook's or a test's
             stream.reconfigure(errors="backslashreplace")
+
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
 
@@ -25,6 +26,7 @@ def prepare_streams() -> None:
     while nowhere <= 2:
         os.set_inheritable(nowhere, True)
         nowhere = os.dup(nowhere)
+
     os.close(nowhere)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

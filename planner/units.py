@@ -35,6 +35,7 @@ def parse_bandwidth(text: str) -> float:
             f"bandwidth '{text}' is not a rate",
             hint="write bits per second as 10Gbps or bytes per second as 1.25GB/s",
         )
+
     number, prefix, unit = match.groups()
     return _positive(
         float(number) * _PREFIX[prefix or ""] / (1 if unit in ("B/s", "Bps") else 8),

@@ -235,6 +235,7 @@ def _check_chunks(own: OwnPlan, chunks: int) -> None:
             f"{own.schedule}",
             hint="give as many stages as GPUs in a pipeline, times the chunks",
         )
+
     if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
         raise InputError(
             f"under {own.schedule} all stages have the same number of replicas",
@@ -284,6 +285,7 @@ def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
             hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final "
             f"one",
         )
+
     return [OwnStage(blocks=each) for each in equal_counts(blocks, count)]
 
 
@@ -309,6 +311,7 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
             "or leaves a stage empty",
             hint="name the last layer of each stage but the final one, in order",
         )
+
     return [
         OwnStage(layers=tuple(layers[start:end])) for start, end in pairwise([*ends, len(layers)])
     ]
@@ -355,6 +358,7 @@ def _layers_of(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
             "some stages are described by blocks and some by layers",
             hint="describe all stages in the same way",
         )
+
     if by_blocks:
         return _layers_by_blocks(profile, [stage.blocks or 0 for stage in stages])
 
@@ -400,6 +404,7 @@ def _recomputing(
             hint=f"give {len(units)} or fewer; what a stage has of one of the model's blocks "
             f"counts as one",
         )
+
     return tuple(frozenset(unit) for unit in units[:recompute])
 
 
@@ -412,6 +417,7 @@ def _attention(layer_costs: LayerCosts, layers: range) -> Groups:
             f"attention that could recompute alone",
             hint="give a number of its blocks, such as 1",
         )
+
     return tuple(groups)
 
 

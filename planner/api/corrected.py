@@ -79,6 +79,7 @@ def corrected(
         ]
         longer = longer_layers(plan, of_work, longer)
         cluster = replace(cluster, kinds=kinds_of_speeds(plan.cluster, slow, tuning.measured))
+
     work = profile_of_longer(profile, longer)
     if plan.profile_digest == profile.digest:  # or it is refused
         plan = replace(plan, profile_digest=work.digest)
@@ -158,6 +159,7 @@ def main(profile: Path) -> int:
     except PlannerError as error:
         sys.stderr.write(f"{printable(error.message)}\n")
         return error.exit_code
+
     save_record(answer, folder / "answer.json")
     return 0
 

@@ -64,6 +64,7 @@ class MixedServers:
                 "`offload` has no price on several kinds of GPUs",
                 hint="ask about one kind, or leave out `offload`",
             )
+
         counts = checked_counts(counts)
         total = counted_gpus(counts, gpus)
         number_of_gpus(total, options.servers, options.gpus_per_server)
@@ -81,6 +82,7 @@ class MixedServers:
             if given:
                 check_rates(given, total, total // per_server)
             rates[kind] = _complete(given, kind, per_server)
+
         return cls(counts, per_server, rates, options.compress)
 
     @property

@@ -72,6 +72,7 @@ def own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceO
                 recompute=recompute.get(number, False),
             )
         )
+
     return OwnPlan(
         stages=tuple(described),
         schedule=schedule,
@@ -97,6 +98,7 @@ def _stages(wanted: Stages, profile: Profile) -> list[OwnStage]:
             hint="give the number of stages, the blocks of each, or the last layer of each but "
             "the final one",
         )
+
     if not all(is_count(part) for part in parts):
         return stages_ending_at(profile, parts)
     if len(parts) == 1:
@@ -106,6 +108,7 @@ def _stages(wanted: Stages, profile: Profile) -> list[OwnStage]:
             f"`stages={','.join(parts)}` has a stage without blocks",
             hint="give each stage at least one block",
         )
+
     return [OwnStage(blocks=int(part)) for part in parts]
 
 
@@ -124,6 +127,7 @@ def _replicas(given: Any, stages: int, most: int) -> list[Replicas]:
             f"has",
             hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
         )
+
     if len(read) != 1:
         return read
     return read * stages
@@ -152,6 +156,7 @@ def _sharding(given: Any, stages: int) -> tuple[dict[int, _Choice], int | None]:
             f"`shard_optimizer={given}` does not end with the size of groups of replicas",
             hint="for example: `shard_optimizer=all:3/8`, for a plan of one stage",
         )
+
     return _chosen_stages("shard_optimizer", which, stages), int(size)
 
 
@@ -186,6 +191,7 @@ def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, _Choice]:
             )
         value = _read_value(name, part, which, number) if colon else True
         chosen.update(dict.fromkeys(numbered, value))
+
     return chosen
 
 

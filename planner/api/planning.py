@@ -93,6 +93,7 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
     if options.sequence_parallel:
         _check_divides(profile)
         described = replace(described, sequence_parallel=True)
+
     offload = offload_of(options, _kind_of(profile), _per_server(options, described))
     if offload is not None:
         described = replace(described, offload=offload)
@@ -188,12 +189,14 @@ def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
             "own",
             hint="leave out `own_links`, or give `servers=2`",
         )
+
     for values, what in ((rates, "`bandwidth`"), (latencies, "`latency`")):
         if len(values) != 1:
             raise ClusterError(
                 f"{what} has {len(values)} values for one level",
                 hint="say how many servers there are: `servers=2`",
             )
+
     return flat_cluster(sizes[0], rates[0], memory_bytes, latencies[0], overlap=overlap)
 
 
@@ -384,6 +387,7 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
             f"'{path}' is no name of a report, which is HTML",
             hint="print report.html from a browser",
         )
+
     clock = Clock.of(options.time_limit_s, options.progress)
     run = options.measured
     if isinstance(run, str | Path):
@@ -447,4 +451,5 @@ def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str,
     # such as a time limit in which no plan of another cluster was found
     except PlannerError as error:
         parts["why_not"] = f"What would help: {error.message}."
+
     return parts

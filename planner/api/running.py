@@ -145,6 +145,7 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
             f"`compiled` and `stack={asked.stack}` both say what is fused",
             hint="leave out one of them",
         )
+
     asked.check_degrees()
     spec = model if isinstance(model, TrainingSpec) else load_model_file(model)
     dtype = parse_dtype(asked.dtype)
@@ -192,6 +193,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
         options = options.of_one_kind(*options.gpu)
+
     trained = given_run(options, gpus, model)
     if trained is not None:
         if options.context:
@@ -202,6 +204,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
             )
         gpus = trained.run.gpus
         options = trained.wanted(options)
+
     device, dtype = _devices(options)  # before anything is written
     servers = _servers(gpus, options)
     _check_bits(options)
@@ -311,6 +314,7 @@ def _check_bits(options: FitOptions) -> None:
             f"`bits={options.bits}` is for frozen weights, and nothing is frozen",
             hint="give the rank of adapters that are trained in their place: `lora=16`",
         )
+
     if options.bits is not None and not isinstance(options.gpu, str):
         raise InputError(
             f"`bits={options.bits}` is not estimated for several kinds of GPUs",
@@ -329,6 +333,7 @@ def _check_states(options: FitOptions) -> None:
             f"each rank of `tensor={ranks}` has a part",
             hint="leave out `tensor`, or give `optimizer_states=bfloat16`",
         )
+
     if options.offload is not None:
         raise InputError(
             "`optimizer_states=int8` is for GPUs: the CPU optimizers of `offload=optimizer` have "
@@ -355,6 +360,7 @@ def _precision(
             f"keeps others",
             hint=f"leave out `{other}`, or `precision`",
         )
+
     return precision
 
 
@@ -457,6 +463,7 @@ def _fit_request(
     if options.bits is not None:
         assert isinstance(how.device, DeviceSpec), "bits are refused for several kinds"
         estimate = partial(_estimate_quantized, estimator, how.device)
+
     first = estimate(options.batch_size or _first_size(options, file.tokens))
     minibatch = minibatch_for(options, options.tokens, first, servers.gpus)
     memory = options.memory
@@ -516,6 +523,7 @@ def _contexts(
                 hint="leave `context` out",
             )
         return ()
+
     if options.context:
         return asked
     if not options.order.divides or not has_attention(profile):
@@ -535,6 +543,7 @@ def _run_of(options: FitOptions, profile: Profile) -> TrainingRun | None:
             hint="leave it out, and divide the samples of the training by the samples/s of the "
             "answer",
         )
+
     return TrainingRun(tokens=tokens, dollars_per_gpu_hour=options.dollars_per_gpu_hour)
 
 
@@ -633,9 +642,11 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
     else:
         with noting(late):
             replace_profile(profile, file.folder / "profile.json")
+
     if plan is not None:
         with noting(late):
             save_plan(plan, file.folder / "plan.json")
+
     log_failures(late, _log)
     model_file = os.path.relpath(file.path, file.folder)
     return replace(
@@ -701,14 +712,17 @@ def check_elastic(plan: Plan, options: ElasticOptions) -> None:
     ) == str(True):
         what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
         raise InputError(what, hint="start plan train on every host, without torchrun")
+
     if plan.cluster.gpus % most:
         what = f"{plan.cluster.gpus} GPUs of the plan do not split evenly over {most} hosts"
         raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")
+
     if not (options.rendezvous or "").rpartition(":")[2].isdecimal():
         what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"
         raise InputError(
             what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`"
         )
+
     for hosts in range(least, most):
         plan.on_gpus(plan.cluster.gpus // most * hosts)
 
@@ -738,6 +752,7 @@ def schedule_files(plan: Plan) -> tuple[str, ...]:
             f"of their own",
             hint="write it into a file, and import that",
         )
+
     return (str(file),)
 
 
@@ -753,6 +768,7 @@ def _check_replan(options: DriftOptions) -> None:
             "`replan` moves where the run parts from its plan, and `window=0` never looks",
             hint="leave out one of the two",
         )
+
     if options.profile is None:
         raise InputError(
             "`replan` solves again, and there is no profile that the plan was solved from",
@@ -789,6 +805,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         for path in (job.save_weights, run_options.trace):
             if path is not None:
                 check_writable(path)
+
     device_kind(job)  # so that another kind than the plan's shows before any process starts
     return job
 
@@ -813,6 +830,7 @@ def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOpti
                 f"`{name}` is for plans, not for {baseline}",
                 hint=f"leave out `{name}` or `baseline`",
             )
+
     if plan.master_weights is not None:
         raise InputError(
             f"{baseline} all-reduces gradients in the weights' own type, which is "

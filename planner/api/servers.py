@@ -52,6 +52,7 @@ def number_of_gpus(
             f"not `gpus={gpus}`",
             hint="leave out `gpus`",
         )
+
     return count
 
 
@@ -74,6 +75,7 @@ def number_of_servers(gpus: int, servers: int | None, gpus_per_server: int | Non
             f"{counted(gpus, 'GPU')} do not split evenly over {counted(servers, 'server')}",
             hint=f"give `servers` as one of {', '.join(map(str, divisors(gpus)))}",
         )
+
     return servers
 
 
@@ -138,6 +140,7 @@ def offload_of(
                 hint="give `offload=optimizer`, too, or leave it out",
             )
         return None
+
     rate = options.host_bandwidth
     if rate is None:
         rate = usual_host_link(gpu)
@@ -183,6 +186,7 @@ class Servers:
                 f"`bandwidth` has rates of kinds of GPUs, and all GPUs are {gpu}",
                 hint="give one rate per level: pcie4,10Gbps",
             )
+
         rates = listed(options.bandwidth)
         if rates:
             check_rates(rates, gpus, count)

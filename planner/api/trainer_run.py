@@ -75,6 +75,7 @@ class GivenRun:
                 f"`{option}` has no price on several kinds of GPUs",
                 hint=f"ask about one kind, or leave out `{option}`",
             )
+
         run = self.run
         if run.length is not None:
             refuse(options, option, "length")
@@ -133,6 +134,7 @@ def given_run(options: FitOptions, gpus: int | None, model: str | Path) -> Given
     if run.length is not None and says_length(model):
         remark = f"samples are as long as '{model}' says, and not {run.length} tokens"
         run = replace(run, length=None, remarks=(*run.remarks, remark))
+
     return GivenRun(trainer, text, replace(run, gpus=run.gpus or gpus), asked)
 
 
@@ -198,6 +200,7 @@ def answer_trainer(question: TrainerQuestion, found: Plan | None) -> TrainerRun:
     if best is not None:
         arguments = asked.trainer.write(best.run, asked.text)
         in_script = tuple(asked.trainer.in_script(best.run, arguments))
+
     bound_s = None if found is None else found.solver.lower_bound_s
     return TrainerRun(
         trainer=asked.trainer.title,
@@ -279,6 +282,7 @@ def _best(question: TrainerQuestion, found: Plan | None) -> tuple[_Priced | None
         priced = _priced(question, run, no_time)
         if priced is not None and _fits(priced.plan):
             promising.append(priced)
+
     promising.sort(key=lambda each: _seconds(each.plan))
 
     best: _Priced | None = None
@@ -290,6 +294,7 @@ def _best(question: TrainerQuestion, found: Plan | None) -> tuple[_Priced | None
             continue
         if best is None or _seconds(priced.plan) < _seconds(best.plan):
             best = priced
+
     return best, untried
 
 
@@ -317,6 +322,7 @@ def _as_run(found: Plan, given: Configuration) -> list[Configuration]:
         run = configuration_of(found)
     except PlanError:
         return []
+
     return [
         replace(
             run,
@@ -390,6 +396,7 @@ def _check_same(trainer: Trainer, run: Configuration, plan: Plan) -> None:
             return
     except PlanError:
         pass
+
     raise InputError(
         f"ranks that share '{plan.model}' shard its experts and the samples of a microbatch here, "
         f"and whole layers in {trainer.title}, so `{trainer.option}` has no price",

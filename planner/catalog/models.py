@@ -35,6 +35,7 @@ def _read() -> tuple[dict[str, Config], dict[str, str]]:
         for name, sizes in known["sizes"].items():
             fields = dict(zip(known["fields"].split(), sizes, strict=True))
             models[name] = {"architectures": [known["architecture"]], "model_type": kind, **fields}
+
     return models, aliases
 
 
@@ -73,6 +74,7 @@ class NamedModel:
                     f"{self.name} reads images, not {asked} tokens", hint="leave out `length`"
                 )
             return None
+
         limits = [limit for name in _LENGTHS if isinstance(limit := getattr(full, name, None), int)]
         most = min(limits, default=None)
         if asked is not None and most is not None and asked > most:
@@ -80,6 +82,7 @@ class NamedModel:
                 f"{self.name} takes at most {most} tokens, not {asked}",
                 hint=f"give `length={most}`",
             )
+
         return asked or min(LENGTH, most or LENGTH)
 
     def write(
@@ -117,6 +120,7 @@ class NamedModel:
                     f"'{path}' is of another model, or of this one with other options",
                     hint="choose another folder with `output`, or delete this one",
                 )
+
         for name, text in texts.items():
             write_text(folder / name, text)
         return folder / "model.py"
@@ -146,6 +150,7 @@ def find_model(name: str) -> NamedModel:
         plain = name.lower()
     else:
         plain = _BESIDES.sub("", name.lower().replace("_", "-"))
+
     if name.endswith(".json"):
         found = _of_file(Path(name))
     elif (config := MODELS.get(ALIASES.get(plain, plain))) is not None:
@@ -164,9 +169,11 @@ def find_model(name: str) -> NamedModel:
                 + ", ".join(MODELS),
             )
         found = NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
+
     with _transformers(found.name) as transformers:
         if not hasattr(transformers, found.config["architectures"][0]):
             raise ValueError(f"it has no class {found.config['architectures'][0]}")
+
     return found
 
 
@@ -178,6 +185,7 @@ def _of_file(path: Path) -> NamedModel:
         raise InputError(
             f"'{path}' cannot be read as JSON: {why}", hint="name a config.json"
         ) from None
+
     for field in ("architectures", "model_type"):
         if not isinstance(config, dict) or not config.get(field):
             raise InputError(
@@ -185,6 +193,7 @@ def _of_file(path: Path) -> NamedModel:
                 hint='a config.json of transformers has, such as "architectures": '
                 '["LlamaForCausalLM"]',
             )
+
     return NamedModel(path.resolve().parent.name if path.stem == "config" else path.stem, config)
 
 
@@ -197,6 +206,7 @@ def _transformers(name: str) -> Iterator[Any]:
         raise InputError(
             f"'{name}' is built by transformers, which is not installed", hint=_INSTALL
         )
+
     try:
         yield import_module("transformers")
     except (ImportError, RuntimeError, ValueError) as error:

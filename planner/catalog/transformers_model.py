@@ -58,12 +58,14 @@ def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
         inputs = torch.randn(batch_size, config.num_channels, height, width)
     else:
         raise ValueError(f"no data is known for '{read}': write it into example_batch")
+
     if name.endswith(TOKEN_LABELS) and read == "input_ids":
         labels = inputs
     elif name.endswith(SAMPLE_LABELS):
         labels = torch.randint(0, config.num_labels, (batch_size,))
     else:
         raise ValueError(f"no labels are known for {name}: write them into example_batch")
+
     return (), {read: inputs, "labels": labels}, None
 
 
@@ -110,6 +112,7 @@ class Bfloat16AdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+
         first, second = group["betas"]
         state["step"] += 1
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -262,6 +265,7 @@ def numbers_of_8_bits(*, signed: bool) -> list[float]:
         numbers += [10.0 ** (bits - 6) * fraction for fraction in fractions]
         if signed:
             numbers += [-(10.0 ** (bits - 6)) * fraction for fraction in fractions]
+
     return sorted(numbers)
 
 

@@ -86,11 +86,13 @@ def build_parser() -> Parser:
             each.add_argument(
                 "--json", action="store_true", help="print the answer as JSON, with names of files"
             )
+
     for name in UNDER_A_SCHEDULE:
         help = Advanced("a Python file that registers a schedule of your own; may be repeated")
         subparsers.choices[name].add_argument(
             "--schedule-from", action="append", metavar="FILE", help=help
         )
+
     for each in subparsers.choices.values():
         each.add_help_all()
     # On each verb, so that it stands where people add it: at the end.
@@ -99,6 +101,7 @@ def build_parser() -> Parser:
         each.add_argument(
             "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help=help
         )
+
     return parser
 
 
@@ -120,6 +123,7 @@ def _run(arguments: list[str]) -> int:
     if logging.lastResort is not None:
         # warnings of the library in this process
         logging.lastResort.setFormatter(PrintableFormatter())
+
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
         _load_schedules(arguments)

@@ -40,6 +40,7 @@ def given(args: argparse.Namespace) -> tuple[planner.Plan, MeasuredCluster] | No
             f"`{next(iter(described))}` describes another",
             hint="give one of the two",
         )
+
     plan = planner.load_plan(args.plan)
     return plan, planner.measured_cluster(plan, args.measured)
 

@@ -286,6 +286,7 @@ def progress_text(progress: Progress) -> str:
             f"best so far {config_words(progress.config)}, {least}"
             f"{format_seconds(progress.best_s)} per minibatch"
         ]
+
     if 0 < progress.bound_s < math.inf:  # no plan is known to fit where it is infinite
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             "there is no model file to profile", hint="name one: plan profile model.py"
         )
+
     output = args.output or PROFILE
     check_writable(output)
     profile = _estimated(args) if args.estimate else _measured(args)
@@ -108,6 +109,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
             f"--links measures no model, but '{args.model}' was given",
             hint="leave out one of the two",
         )
+
     if args.device is not None and ":" in args.device:
         raise InputError(
             f"--links chooses a GPU for each worker, not '--device {args.device}'",
@@ -122,6 +124,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
         output = args.output or Path("cluster.json")
         with saving(partial(save_cluster, cluster, output), output):
             print_answer(cluster, args.json)
+
     end_process(0)
 
 
@@ -133,6 +136,7 @@ def _measured(args: argparse.Namespace) -> planner.Profile:
             raise InputError(
                 f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`"
             )
+
     keep_freed_pages()  # as the workers do
     with profiling() as show:
         return planner.profile(args.model, **given_options(ProfileOptions, args), progress=show)

@@ -145,6 +145,7 @@ def solve(args: argparse.Namespace) -> int:
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
             plan = answer(Request(profile, cluster, options, clock))
+
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_plan(plan, args)
     if run is not None:
@@ -170,6 +171,7 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
         train = f", or plan export --to torchtitan{named}"
     elif plan.trainable and plan.cluster.offload is None:
         train = f", or plan train MODEL.py{named}"
+
     return f"next: plan report{named}{profile}{train}"
 
 
@@ -195,6 +197,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
             f"plans fill {share}, for fragments and what libraries take",
             "`memory` gives another limit",
         )
+
     if warning := staleness_warning(plan):
         yield "warning", *warning
     if warning := links_warning(plan):
@@ -214,6 +217,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
             shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"),
             "",
         )
+
     for text, hint in (*uncut_notes(profile), *shared_host_notes(plan, profile)):
         yield "note", text, hint
 
@@ -237,6 +241,7 @@ def fit(args: argparse.Namespace) -> int:
         answer = planner.fit(
             args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress
         )
+
     output.print_answer(answer, args.json)
     if answer.asked.plan is not None and (warning := links_warning(answer.asked.plan)):
         output.print_complaint("warning", *warning)
@@ -245,6 +250,7 @@ def fit(args: argparse.Namespace) -> int:
         if answer.asked.unknown:
             return PlannerError.exit_code
         return InfeasibleError.exit_code
+
     if code:
         return code
     model = answer.model_file  # of another folder, with the way from here to there
@@ -255,6 +261,7 @@ def fit(args: argparse.Namespace) -> int:
         steps += EXPORT
     elif _is_trained_here(plan):
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
+
     output.print_progress("\n" + steps)
     return 0
 
@@ -284,6 +291,7 @@ def price(args: argparse.Namespace) -> int:
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         if not (missing and args.json):  # which prints one record: the plan, or why there is none
             output.print_plan(plan, args)
+
     if missing:
         raise InfeasibleError(missing, hint="recompute more stages, or give them fewer layers")
     output.print_progress(next_commands(plan, args))

@@ -53,6 +53,7 @@ def is_asked(args: argparse.Namespace) -> bool:
                 f"`{name}` is for a plan that is solved for first, and '{args.plan}' is one",
                 hint=f"add `gpus`, or leave out `{name}`",
             )
+
     return False
 
 
@@ -71,6 +72,7 @@ def solved(args: argparse.Namespace) -> planner.Plan:
         plan = planner.solve(
             profile, cluster, **arguments.given_options(SolveOptions, args), progress=progress
         )
+
     planner.save_plan(plan, args.plan)
 
     output.print_verdict(plan)

@@ -142,6 +142,7 @@ def train(args: argparse.Namespace) -> int:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
+
     continued = None
     if as_worker or elastic:
         continued = after_torchrun_restart(checkpoints, elastic=elastic)
@@ -173,6 +174,7 @@ def train(args: argparse.Namespace) -> int:
                 f"'{checkpoints.folder}'"
             )
         raise
+
     output.print_answer(result, args.json)
     return output.print_late(result.late_failures)
 
@@ -195,12 +197,14 @@ def _with_profile(options: DriftOptions, path: Path, plan: planner.Plan) -> Drif
                 hint="give the plan's own, or leave `profile` out",
             )
         return options
+
     beside = path.parent / arguments.PROFILE.name
     try:
         if planner.load_profile(beside).digest == plan.profile_digest:
             return replace(options, profile=str(beside.absolute()))
     except planner.PlannerError:  # what is there is no profile, and nobody asked for it
         return options
+
     return options
 
 
@@ -218,6 +222,7 @@ def _plan(args: argparse.Namespace, *, alone: bool) -> planner.Plan:
             "run, have the same plan",
             hint="leave out `gpus`, and solve with plan solve, whose plan.json this verb reads",
         )
+
     return solve_first.solved(args)
 
 
@@ -237,6 +242,7 @@ def _run_as_host(job: Job) -> int:
     except KeyboardInterrupt:
         memory.remove()
         raise
+
     memory.remove()
     if job.elastic.secret_file is None and SECRET_VARIABLE not in os.environ:
         secret_file(job).unlink(missing_ok=True)  # the next run makes another one
@@ -263,6 +269,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
             Path(os.environ[LATE_VARIABLE]).touch()
         else:
             code = code or late
+
     end_process(code)
 
 
@@ -279,11 +286,13 @@ def export(args: argparse.Namespace) -> int:
             f"trains another loss",
             "weigh them in the loss function: a comment in the text says how they count",
         )
+
     if args.output == output.STDOUT:
         print_result(json.dumps({"text": text}) if args.json else printable(text.rstrip("\n")))
     else:
         write_text(args.output, text)
         output.print_written(args.output, as_json=args.json)
+
     return 0
 
 

@@ -164,6 +164,7 @@ def simulate(args: argparse.Namespace) -> int:
         else:
             comparison = compare_runs(timeline, measured)
             output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
+
     return 0
 
 
@@ -177,6 +178,7 @@ def report(args: argparse.Namespace) -> int:
         planner.report(
             args.plan, path, **arguments.given_options(ReportOptions, args), progress=progress
         )
+
     output.print_written(path, as_json=args.json)
     return 0
 
@@ -191,11 +193,13 @@ def compare_schedules(args: argparse.Namespace) -> int:
         answer = planner.compare_schedules(
             read_profile(args.profile), cluster, **given | {"progress": progress}
         )
+
     output.print_answer(answer, args.json)
     if args.csv is not None:
         answer.to_csv(args.csv)
         if not args.json:  # one document
             output.print_written(args.csv, as_json=False)
+
     return 0
 
 

@@ -31,6 +31,7 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
             options.divides_layers or layer_costs.group_ranks > 1,
         )
         counts.append(sum(own))
+
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}
     for first, second in [*messages(layer_costs, stages), *shared]:
         # A replica meets the replicas of another stage that take the same units in turn: lcm(r, r')
@@ -38,6 +39,7 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
         met = math.lcm(stages[first].replicas, stages[second].replicas)
         for number in (first, second):
             counts[number] += 2 * met // stages[number].replicas
+
     return counts
 
 
@@ -66,4 +68,5 @@ def with_overheads(
         if workers[number] in workers[:number]:  # a worker's context counts for its first stage
             overhead_bytes -= layer_costs.overheads.context_bytes
         made.append(replace(memory[number], overhead_bytes=overhead_bytes))
+
     return tuple(made)

@@ -63,12 +63,14 @@ def with_context(
             hint="let the model use torch.nn.functional.scaled_dot_product_attention, or leave "
             "`context` out",
         )
+
     if profile.kinds or profile.lengths is not None:
         varied = "GPUs of several kinds" if profile.kinds else "batches of several lengths"
         raise ProfileError(
             f"`context={asked}` is not priced for {varied}",
             hint="leave `context` out",
         )
+
     known = {
         costs.degree: costs
         for costs in profile.tensor or ()
@@ -80,6 +82,7 @@ def with_context(
         if degree == 1 or degree in known:
             costs = _of_part(known.get(degree, whole), ranks, degree, attention)
             by_ranks.setdefault(costs.degree, costs)
+
     return replace(profile, tensor=tuple(by_ranks[ranks] for ranks in sorted(by_ranks)) or None)
 
 
@@ -133,6 +136,7 @@ def _attention_bytes(profile: Profile) -> dict[int, float]:
         value = outputs[edge.source, edge.value]
         if value.gradient_bytes:  # masks and positions have none
             entering.setdefault(edge.target, []).append(value.output_bytes)
+
     return {
         number: _keys_and_values(entering.get(layer.name, []))
         for number, layer in enumerate(profile.layers)

@@ -81,6 +81,7 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
         link = topology.stage_link(ranks)
     else:
         link = link_of(cluster)
+
     units = _unit_bytes(layer_costs, stage)
     share = float(work.trainable_bytes) / max(1, sum(units))
     gradients = [size * share for size in units]
@@ -108,6 +109,7 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
         ended_s = buckets.reduced_s(exchange_s)
     else:
         ended_s = last_s + exchange_s
+
     if stage.options.repeats_shards:
         repeated_s = _repeated_s([size / shards for size in gradients], stage, cluster)
         after_s += _after_last_s(buckets, exchange_s, repeated_s) if overlaps else repeated_s
@@ -233,4 +235,5 @@ def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     for unit in units:
         own = set(unit) - shared
         sizes.append(sum(size_of[name] for name in own))
+
     return [*sizes, sum(size_of[name] for name in shared)]

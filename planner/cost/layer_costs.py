@@ -111,6 +111,7 @@ class LayerCosts(PassedValues):
             self._variants[degree] = replace(
                 self.with_profile(profile), exchanges=exchanges, group_ranks=degree
             )
+
         return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> "LayerCosts":
@@ -295,6 +296,7 @@ class LayerCosts(PassedValues):
             values = self.entering(group) - seen
             kept[places[0]] = sum(self.traffic[value].output_bytes for value in values)
             seen |= values
+
         return kept, running
 
     @cached_property

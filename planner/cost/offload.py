@@ -51,11 +51,13 @@ def with_offload(profile: Profile, offload: OptimizerOffload | None) -> Profile:
             f"the host already",
             hint="leave out `offload`, or profile on a GPU",
         )
+
     if profile.kinds:
         raise InputError(
             "`offload` has no price on several kinds of GPUs",
             hint="ask about one kind, or leave out `offload`",
         )
+
     has_masters = profile.master_weights is not None
     layers = tuple(_offloaded(layer, offload, has_masters) for layer in profile.layers)
     divided = None

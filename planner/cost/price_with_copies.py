@@ -59,6 +59,7 @@ def price_with_copies(
         if limit is not None and has_copies and whole.total_bytes > limit:
             over_bytes = whole.total_bytes - limit
             raise _too_large(shared_in(layer_costs, stages), number, over_bytes)
+
     more = sent_bytes(layer_costs, stages, divides=schedule.divides)
     return replace(price, memory=grown, communication_bytes=price.communication_bytes + more)
 

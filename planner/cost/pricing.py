@@ -47,6 +47,7 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
         alone = stage.options.sharding.of_optimizer_alone()
         less = replace(stage, options=stage.options.with_sharding(alone))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
+
     plan = UnpricedPlan(layer_costs, stages, setting)
     model = cost_model_of(setting)
     schedule = setting.schedule
@@ -89,4 +90,5 @@ def _sent_bytes(plan: UnpricedPlan) -> float:
         if not plan.setting.schedule.divides:
             ring /= r
         rings += ring
+
     return messages * plan.setting.microbatches + rings

@@ -120,6 +120,7 @@ class Recomputation:
         if key not in self._known:
             stage = _Stage(self._costs, units, [*compress(numbers, arrives)])
             self._known[key] = stage.choices(self._rule)
+
         return replace(self._known[key], layers=parts)
 
     def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
@@ -351,4 +352,5 @@ def counted(kinds: Sequence[Sequence[int]], count: int) -> _Flags:
     for kind, equal in enumerate(kinds):
         kind_of[equal] = kind
         place[equal] = np.arange(len(equal))
+
     return np.asarray(place < numbers.T[:, kind_of])

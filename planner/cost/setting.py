@@ -29,6 +29,7 @@ class Setting:
                 f"{microbatches} microbatches make no minibatch",
                 hint="give `microbatches` 1 or more",
             )
+
         if self.chunks < 1:
             raise InputError(f"{self.chunks} chunks hold no model", hint="give `chunks` 1 or more")
         assert self.chunks == 1 or schedule.chunked

@@ -39,6 +39,7 @@ def costs_at(profile: Profile, degree: int) -> DegreeCosts:
             hint=f"measure them: plan profile with `tensor={degree}`; or solve with degrees that "
             f"the profile knows",
         )
+
     return found
 
 
@@ -83,6 +84,7 @@ def profile_at(
         forward_s = waited(costs.forward_s, forward_s, costs, profile.layers)
         backward_s = waited(costs.backward_s, backward_s, costs, profile.layers)
         update_s = update_s + group_sums_s(costs, link)
+
     reduced = replace(
         costs,
         forward_s=tuple(forward_s.tolist()),
@@ -99,6 +101,7 @@ def profile_at(
         layers = [_with_outputs_of_one_rank(layer, costs.context) for layer in layers]
     elif sequence_parallel or costs.by_samples:
         layers = [_with_outputs_of_one_rank(layer, degree) for layer in layers]
+
     return replace(profile, layers=tuple(layers), tensor=None)
 
 
@@ -159,6 +162,7 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
             forward_s[number] = min(forward_s[number], layer.forward_s / costs.degree)
             backward_s[number] = min(backward_s[number], layer.backward_s / costs.degree)
             workspace_bytes[number] = min(workspace_bytes[number], part_bytes)
+
     return replace(
         costs,
         forward_s=tuple(forward_s),
@@ -185,6 +189,7 @@ def _with_reduces(
         computed_s += seconds
         waits_s.append(min(link.wait_share * computed_s, link.most_wait_s * count))
         computed_s = 0.0 if count else computed_s
+
     each_bytes = np.array(size_bytes, dtype=np.float64) / np.where(many > 0, many, 1)
     return np.asarray(times_s + many * ring_all_reduce_s(each_bytes, degree, link) + waits_s)
 

@@ -97,6 +97,7 @@ def traffic_of(profile: Profile, codec: Codec) -> tuple[Traffic, ...]:
                 shares,
             )
             traffic.append(made)
+
     return tuple(traffic)
 
 
@@ -141,4 +142,5 @@ def messages(
         visited = sorted({int(stage_of[layer]) for layer in (value.producer, *value.users)})
         for pair in pairwise(visited):
             exchanged.setdefault(pair, []).append(value)
+
     return exchanged

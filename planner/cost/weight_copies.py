@@ -93,6 +93,7 @@ def counted_with_copies(
             buffer_bytes=buffer_bytes[number],
         )
         layers.append(counted_layer)
+
     tensor = profile.tensor and tuple(map(counted_at, profile.tensor))
     return replace(profile, layers=tuple(layers), tensor=tensor)
 
@@ -134,6 +135,7 @@ def exchanged_bytes(
     for weight in shared_in(layer_costs, stages):
         # The profile counts a weight in the first layer that uses it.
         found.setdefault(weight.stages, set()).add(weight.layers[0])
+
     held = [0] * len(stages)
     for (one, other), names in found.items():
         for own, peer in ((one, other), (other, one)):
@@ -143,6 +145,7 @@ def exchanged_bytes(
                 ahead = lag(list(found), depths, own)
             served = -(-stages[peer].replicas // stages[own].replicas)
             held[own] += size * (served * (ahead + 1) + ahead + 1)
+
     return held
 
 
@@ -171,4 +174,5 @@ def sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides:
             )
         received = stage.replicas * gradients_bytes(layer_costs, stage, [name for _, name in pairs])
         sent += (ring + received) / (1 if divides else stage.replicas)
+
     return sent

@@ -31,6 +31,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
                 "the digits are part of scikit-learn, which is not installed",
                 hint="pip install 'scikit-learn>=1.4'",
             ) from None
+
         images, classes = load_digits(return_X_y=True)
         small = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
         small = small - small.mean(dim=0)

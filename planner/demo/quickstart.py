@@ -57,6 +57,7 @@ class QuickstartResult(Shown, Record):
                     "loss": f"{first:.3f} -> {last:.3f}",
                 }
             )
+
         link = format_bandwidth(self.link_bytes_per_s)
         ours = self.pipeline.samples_per_s
         theirs = self.data_parallel.samples_per_s

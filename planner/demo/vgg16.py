@@ -52,6 +52,7 @@ class VGG16(nn.Module):
                 continue
             features += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(inplace=True)]
             before = width
+
         self.features = nn.Sequential(*features)
         scores = nn.Linear(4096, classes)
         self.classifier = nn.Sequential(
@@ -66,6 +67,7 @@ class VGG16(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 _initialise(module)
+
         with torch.no_grad():  # at first all classes are about equally likely
             scores.weight *= 0.1
 

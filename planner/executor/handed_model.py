@@ -53,6 +53,7 @@ def packed_model(spec: TrainingSpec) -> bytes:
             f"own: {first_line(cause)}",
             hint=_HINT,
         ) from cause
+
     return content.getvalue()
 
 

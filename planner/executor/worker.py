@@ -92,6 +92,7 @@ def run_worker(
     if (interface := job.run_options.interface) is not None:
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
+
     # Warnings of the library have lines of their own.
     over_progress = "\r\x1b[K" if job.show_progress else ""
     handler = logging.StreamHandler()
@@ -166,6 +167,7 @@ class ProgressShown:
             )
             sys.stderr.write(f"{printable(text)}\n")
             return
+
         now = time.monotonic()
         if now - self._shown_s < _SHOWN_EVERY_S and progress.minibatch < progress.minibatches:
             return
@@ -176,4 +178,5 @@ class ProgressShown:
                 f"  {progress.samples_per_s:.1f} samples/s  "
                 f"{timedelta(seconds=round(progress.seconds_left))} left"
             )
+
         self.line.show(text)

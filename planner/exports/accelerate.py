@@ -84,6 +84,7 @@ def read_accelerate(text: str, asked: Asked) -> Configuration:
             run = _fsdp(said, asked)
         case _:
             run = _plain(said, asked)
+
     return replace(
         run,
         machines=said.count("num_machines"),
@@ -101,11 +102,13 @@ def _gpus(said: Settings, asked: Asked) -> int:
             f"{said.file} does not say on how many GPUs it runs",
             hint="give `gpus=8`, or `servers` and `gpus_per_server`",
         )
+
     if asked.gpus not in (None, gpus):
         raise InputError(
             f"{said.file} is for {gpus} processes, and the question has {asked.gpus} GPUs",
             hint=f"give `gpus={gpus}`, or change num_processes",
         )
+
     return gpus
 
 
@@ -299,6 +302,7 @@ def write_accelerate(run: Configuration, like: str = "") -> str:
             content = {"distributed_type": MEGATRON, "megatron_lm_config": _as_megatron(run)}
         case _:
             content = _as_fsdp(run, said)
+
     content["num_processes"] = run.gpus
     if run.machines is not None:
         content["num_machines"] = run.machines

@@ -151,6 +151,7 @@ class Configuration:
                 f"the model has {blocks} layers, and the given run says {self.layers}",
                 hint="leave their number out, or name the model that it is of",
             )
+
         if self.stage_layers:
             return self._laid_out(blocks)
         if self.lighter_ends is not None and self.pipeline > 1:
@@ -166,6 +167,7 @@ class Configuration:
                 f"{blocks}, for {self.pipeline} pipeline ranks",
                 hint="name each layer of the model once, and stages for each rank",
             )
+
         _check_each_has_some(counts)
         return counts
 
@@ -181,6 +183,7 @@ class Configuration:
                 f"pipeline ranks",
                 hint="layers per stage times the pipeline ranks divide the layers",
             )
+
         return chunks
 
     def _around_equal(self, blocks: int, stages: int) -> list[int]:
@@ -199,6 +202,7 @@ class Configuration:
                 f"{left} layers are not divided equally over {between} stages",
                 hint="say how many layers the first or the last stage has, or lay all of them out",
             )
+
         if not between:
             return first + last
         return first + [left // between] * between + last
@@ -213,12 +217,14 @@ class Configuration:
             stages = self.pipeline * (self.chunks or 1)
         else:
             stages = math.ceil(weighted / self.layers_per_chunk)
+
         if stages % self.pipeline:
             raise InputError(
                 f"{blocks} layers, {self.layers_per_chunk} in each stage, are {stages} stages, "
                 f"which {self.pipeline} pipeline ranks do not share equally",
                 hint="give another number of layers per stage",
             )
+
         each, longer = divmod(weighted, stages)
         counts = [each + (number < longer) for number in range(stages)]
         counts[0] -= first
@@ -293,6 +299,7 @@ class Batches:
             whole = micro * (accumulation or 1) * copies
         elif accumulation is None and whole % (micro * copies) == 0:
             accumulation = whole // (micro * copies)
+
         if whole != micro * (accumulation or 1) * copies:
             times = ""
             if accumulation is not None:
@@ -302,6 +309,7 @@ class Batches:
                 f"microbatches of {micro}{times}",
                 hint="leave one of these numbers out, or ask for another number of GPUs",
             )
+
         return micro, whole
 
     def _one_of(self, in_file: int | None, asked: int | None, name: str) -> int | None:

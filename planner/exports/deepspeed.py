@@ -58,6 +58,7 @@ def configuration_of(said: Settings, asked: Asked) -> Configuration:
             f"{said.file} does not say on how many GPUs it runs",
             hint="give `gpus=8`, or `servers` and `gpus_per_server`",
         )
+
     tensor = said.count(TENSOR) or said.count("tensor_parallel.tp_size") or 1
     copies = copies_of(tensor, 1, asked.gpus)
     batches = Batches(
@@ -184,6 +185,7 @@ def sections_of(run: Configuration) -> dict[str, Any]:
     if run.offload:
         zero["stage"] = max(1, zero["stage"])  # the first stage that DeepSpeed offloads
         zero["offload_optimizer"] = {"device": "cpu"}
+
     sections: dict[str, Any] = {"zero_optimization": zero}
     if run.dtype in ("bfloat16", "float16"):
         name = "bf16" if run.dtype == "bfloat16" else "fp16"

@@ -157,6 +157,7 @@ def _written(run: Configuration) -> Iterator[str]:
     if run.stage_layers:
         stages = "|".join("t" * count for count in run.stage_layers)
         yield f'{LAYOUT} "E{stages}L"'
+
     if run.recomputes:
         method = "uniform"
         layers = 1
@@ -164,6 +165,7 @@ def _written(run: Configuration) -> Iterator[str]:
             method = "block"
             layers = run.recomputed_layers
         yield f"{GRANULARITY} full {METHOD} {method} {RECOMPUTED_LAYERS} {layers}"
+
     if run.sequence_parallel:
         yield SEQUENCE_PARALLEL
     if run.sharding.divides_anything:
@@ -218,6 +220,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         values = []
         if value:
             values.append(value)
+
     if name is not None:
         yield name, " ".join(values)
 

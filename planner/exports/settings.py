@@ -165,10 +165,12 @@ def parsed_yaml(file: str, text: str) -> Settings:
         raise InputError(
             f"'{file}' is YAML, which the package PyYAML reads", hint="pip install pyyaml"
         ) from None
+
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"'{file}' is not YAML: {_in_one_line(error)}") from None
+
     return settings_of(file, content)
 
 
@@ -180,6 +182,7 @@ def parse_toml(text: str) -> object:
         import tomllib
 
         return tomllib.loads(text)
+
     try:
         import tomli
     except ImportError:
@@ -187,6 +190,7 @@ def parse_toml(text: str) -> object:
             "TOML is read by Python 3.11 and later, or by the package tomli",
             hint="pip install tomli",
         ) from None
+
     return tomli.loads(text)
 
 

@@ -78,6 +78,7 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
             "torchtitan drains the pipeline after each local batch, and this is the price of one "
             "that drains once for each update"
         )
+
     schedule = said.choice("parallelism.pipeline_parallel_schedule", _SCHEDULES) or FLUSH
     if pipeline == 1:
         schedule = FLUSH
@@ -149,6 +150,7 @@ def _batches(said: Settings, asked: Asked, copies: int, pipeline: int) -> tuple[
             f"{local} on {copies} copies, in microbatches of {size}",
             hint="change global_batch_size, local_batch_size or pipeline_parallel_microbatch_size",
         )
+
     return Batches(said.file, size, None, whole).settled(asked, copies)
 
 
@@ -164,6 +166,7 @@ def _recomputation(said: Settings) -> tuple[bool, int]:
         if mode != "none":
             said.get("activation_checkpoint.selective_ac_option")
         return bool(recomputes), 1
+
     every = said.values.get("activation_checkpoint.selective_ac_option", "2")
     if every == "op":
         return False, 1
@@ -189,6 +192,7 @@ def _stage_layers(said: Settings) -> tuple[int, ...]:
             "no list of lists of modules",
             'as in [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]',
         )
+
     return tuple(sum(1 for module in part if str(module).startswith("layers.")) for part in parts)
 
 
@@ -259,6 +263,7 @@ def write_torchtitan(run: Configuration, _: str = "") -> str:
         lines.append(f"[{section}]")
         lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         lines.append("")
+
     return "\n".join(lines).strip()
 
 

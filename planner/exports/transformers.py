@@ -52,6 +52,7 @@ def target_of(plan: Plan, system: str) -> Target:
             raise PlanError(
                 problem, hint="`plan train` runs it; `plan compare` prices straight pipelines"
             )
+
     if plan.stages[0].shards_gradients and system != "torchtitan":
         problem = (
             f"{system} has no form for replicas that shard gradients or weights, as those "
@@ -60,11 +61,13 @@ def target_of(plan: Plan, system: str) -> Target:
         raise PlanError(
             problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`"
         )
+
     if plan.cluster.offload is not None:
         raise PlanError(
             f"the export for {system} has no form for an optimizer in the memory of the host",
             hint="`plan fit` with `deepspeed=FILE` writes DeepSpeed's; or solve without `offload`",
         )
+
     replicas = plan.replicas[0]
     pipeline = plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
@@ -73,6 +76,7 @@ def target_of(plan: Plan, system: str) -> Target:
         raise PlanError(
             problem, hint="solve for one level, or list kinds of GPUs in the order of the stages"
         )
+
     several = plan.schedule.stashes and len(plan.stages) > 1
     microbatches, left = divmod(plan.microbatches, replicas)
     if plan.schedule.stashes:
@@ -88,6 +92,7 @@ def target_of(plan: Plan, system: str) -> Target:
             f"{problem}{replicas}",
             hint=f"solve with `microbatches={(microbatches + 1) * replicas}`",
         )
+
     remarks = {
         f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. "
         f"{system} drains it before every update, so expect fewer samples/s than the plan "
@@ -199,6 +204,7 @@ def megatron_arguments(plan: Plan) -> str:
             f"{plan.schedule} does not"
         )
         raise PlanError(problem, hint="solve with `schedule=interleaved`")
+
     stem, counts = layer_counts(plan)
     said = [
         f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in "
@@ -220,12 +226,14 @@ def megatron_arguments(plan: Plan) -> str:
             f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one "
             f"number for all."
         )
+
     in_parts = any(recomputes_parts(stage.layers, stage.recompute_groups) for stage in plan.stages)
     if in_parts:
         said.append(
             "Stages recompute a part of each layer; Megatron recomputes the attention between "
             "projections, of every layer."
         )
+
     every = max(units) >= max(counts)
     method = f"{words.METHOD} uniform {words.RECOMPUTED_LAYERS} 1"
     if not every:
@@ -285,6 +293,7 @@ def layer_counts(plan: Plan, system: str = "Megatron") -> tuple[str, list[int]]:
             f"list of layers"
         )
         raise PlanError(problem, hint="use `system=torchtitan`")
+
     stem = max(blocks, key=lambda name: len(blocks[name]))
     place: dict[int, int] = {}
     for index, stage in enumerate(numbers):
@@ -308,6 +317,7 @@ def layer_counts(plan: Plan, system: str = "Megatron") -> tuple[str, list[int]]:
                 raise PlanError(
                     problem, hint="choose the cuts with `plan price`; or profile with blocks(model)"
                 )
+
     _check_order(stem, place)
     return stem, [list(place.values()).count(index) for index in range(len(plan.stages))]
 
@@ -340,6 +350,7 @@ def torchtitan_config(plan: Plan) -> str:
         said.append(
             "torchtitan shards weights and gradients, too (FSDP), not the optimizer's state alone."
         )
+
     if any(stage.recomputes for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
     size = target.size or 1
@@ -371,6 +382,7 @@ def torchtitan_config(plan: Plan) -> str:
             "pipeline_parallel_microbatch_size": size,
             "module_fqns_per_model_part": parts,
         }
+
     local = size * target.microbatches
     batch = {"local_batch_size": local, "global_batch_size": local * target.replicas}
     arguments = "".join(f"    {name}={json.dumps(value)},\n" for name, value in fields.items())
@@ -409,6 +421,7 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
             children[child].add(index)
             if number.isdigit():
                 numbered[child][int(number)] = index
+
     for child, places in numbered.items():
         _check_order(child, places)
     divided = [child for child, stages in children.items() if len(stages) > 1]
@@ -417,4 +430,5 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
         own = [name for name, index in found.items() if index == place]
         whole = (name.partition(".")[0] for name in own if "." in name)
         parts.append([*own, *dict.fromkeys(child for child in whole if child not in divided)])
+
     return parts, divided

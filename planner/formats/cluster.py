@@ -244,17 +244,20 @@ class Cluster(Shown, GrownRecord):
             raise ValueError(
                 f"{self.gpus} devices are beyond the {MOST_GPUS} that can be solved for"
             )
+
         if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
             counts = " + ".join(str(kind.count) for kind in self.kinds)
             raise ValueError(
                 f"kinds of {counts} devices are not the {self.gpus} devices of the levels"
             )
+
         for kind in self.kinds:
             if kind.link_ratios is not None and len(kind.link_ratios) != len(self.levels):
                 raise ValueError(
                     f"the kind {kind.title} has {counted(len(kind.link_ratios), 'link ratio')} for "
                     f"{counted(len(self.levels), 'level')}"
                 )
+
         return self
 
     @property
@@ -377,6 +380,7 @@ def hierarchical_cluster(
                 f"{what} has {counted(len(values), 'value')} for {levels}",
                 hint="give one per level, inner to outer, such as 128Gbps,10Gbps for 4x8",
             )
+
     return _cluster(sizes, bandwidths_bytes_per_s, latencies_s, memory_bytes, overlap, shared)
 
 
@@ -439,9 +443,11 @@ def checked_gpus(gpus: int) -> int:
         raise ClusterError(
             f"a cluster of {gpus} GPUs cannot train anything", hint="give `gpus` 1 or more"
         )
+
     if gpus > MOST_GPUS:
         raise ClusterError(
             f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for",
             hint="give fewer",
         )
+
     return gpus

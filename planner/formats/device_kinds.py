@@ -57,6 +57,7 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
                 f"the profile of '{name}' has several kinds itself",
                 hint="give one profile per kind",
             )
+
     for name, profile in others:
         for (what, one), (_, other) in zip(_facts(base), _facts(profile), strict=False):
             if one != other:
@@ -65,6 +66,7 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
                     f"{other} for '{name}'",
                     hint="profile the same model file with the same options on each kind of device",
                 )
+
     return replace(base, kinds=tuple(_times(name, profile) for name, profile in profiles.items()))
 
 
@@ -79,6 +81,7 @@ def read_profile(text: str) -> Profile:
             f"`profile={text}` does not name each kind of GPU once",
             hint="write NAME=FILE,NAME=FILE, as in a100=a.json",
         )
+
     return profile_of_kinds({name: load_profile(path) for name, _, path in parts})
 
 
@@ -138,6 +141,7 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
             hint=f"give `kinds={','.join(f'{kind.name}=N' for kind in profile.kinds)}`, or name "
             f"them in cluster.json",
         )
+
     if not profile.kinds:
         return cluster
     kinds = []
@@ -151,6 +155,7 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         if not limited and times.device.kind != "cpu":
             kind = replace(kind, memory_bytes=planned_bytes(times.device))
         kinds.append(kind)
+
     return replace(cluster, kinds=tuple(kinds))
 
 
@@ -178,6 +183,7 @@ def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
             f"the cluster has {kind.count} GPUs of a kind {called}, and the profile is of {names}",
             hint="name each of the cluster's `kinds` as in `profile=NAME=FILE`",
         )
+
     return found
 
 
@@ -209,6 +215,7 @@ def _facts(profile: Profile) -> Iterator[tuple[str, object]]:
             ("outputs", outputs),
         ):
             yield f"{what} of layer '{layer.name}'", value
+
     yield "number of edges", len(profile.edges)
     yield from (
         ("an edge", f"{edge.source} -> {edge.target} of {edge.value}") for edge in profile.edges

@@ -120,6 +120,7 @@ def _worker_words(worker: WorkerDrift) -> str:
             f"worker {worker.rank} on host {worker.host}, which is left out, takes "
             f"{worker.ratio:.2f} times as long as when it was"
         )
+
     return (
         f"worker {worker.rank} (stage {worker.stage}) on host {worker.host} takes "
         f"{worker.ratio:.2f} times as long as profiled"

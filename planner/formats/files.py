@@ -119,6 +119,7 @@ def load_record(
         raise error(f"'{path}' cannot be read: {cause.strerror or cause}", hint=remedy) from None
     except ValueError as cause:
         raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
+
     if not isinstance(content, dict):
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
     # Checked before the fields: a field of another version or of another file is not a misspelt
@@ -134,6 +135,7 @@ def load_record(
                 f"'{path}' has schema_version {version!r}, this version reads {expected}",
                 hint=remedy,
             )
+
     if other := next(
         (kind for field, kind in _KINDS.items() if field in content and field not in fields), None
     ):
@@ -141,6 +143,7 @@ def load_record(
             (kind for field, kind in _KINDS.items() if field in fields), "file of this kind"
         )
         raise error(f"'{path}' holds a {other}, not a {wanted}", hint=remedy)
+
     try:
         # Strictly: a number in quotation marks is a mistake of whoever wrote the file.
         return record.model_validate_json(text, strict=True)

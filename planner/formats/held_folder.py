@@ -95,6 +95,7 @@ def _locked(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:  # removed meanwhile
         return None
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -103,4 +104,5 @@ def _locked(folder: Path) -> int | None:
     except OSError as error:
         os.close(descriptor)
         raise _NoLocksError(error.errno, error.strerror) from None
+
     return descriptor

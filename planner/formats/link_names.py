@@ -126,6 +126,7 @@ def link_bandwidth(text: str) -> float:
         raise UnitError(
             f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}"
         )
+
     if name[:1].isalpha():
         return ACHIEVED_BYTES_PER_S[name]
     return parse_bandwidth(text)

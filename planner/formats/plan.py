@@ -189,6 +189,7 @@ class Plan(DividedSequences, Shown, GrownRecord):
                 f"none{why}",
                 hint=hint,
             )
+
         return plans[gpus]
 
     @property
@@ -289,6 +290,7 @@ class Plan(DividedSequences, Shown, GrownRecord):
             raise ValueError(
                 f"config '{self.config}' contradicts the stages, whose ranks make {known}"
             )
+
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
         _check_schedule(self)
         _check_ranks(self)
@@ -305,6 +307,7 @@ class Plan(DividedSequences, Shown, GrownRecord):
                 raise ValueError(
                     f"{less.config} is no smaller plan of the same model, schedule and minibatch"
                 )
+
         return self
 
 
@@ -316,11 +319,13 @@ def _check_schedule(plan: Plan) -> None:
         raise ValueError(
             f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"
         )
+
     if schedule.divides and schedule.asynchronous and microbatches < max(plan.replicas):
         raise ValueError(
             f"schedule {schedule} needs a microbatch for every replica of {plan.config}, not "
             f"{microbatches}"
         )
+
     if any(stage.shards_gradients for stage in plan.stages):
         whole = why_whole(schedule, microbatches, plan.replicas)
         if whole:
@@ -359,6 +364,7 @@ def _check_ranks(plan: Plan) -> None:
             f"on several levels the groups of all stages have one size, and not those of "
             f"{plan.config}"
         )
+
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:
         stages = _ranks_of_workers(plan, stages)
@@ -371,6 +377,7 @@ def _check_ranks(plan: Plan) -> None:
             )
     elif sorted(ranks) != list(range(len(ranks))):
         raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
+
     if len(ranks) > plan.cluster.gpus:
         raise ValueError(f"{len(ranks)} workers do not fit a cluster of {plan.cluster.gpus} GPUs")
 

@@ -68,6 +68,7 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
         <= longest
     ):
         return shown
+
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
 
@@ -241,6 +242,7 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
             raise ValueError(
                 f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones"
             )
+
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")
         problem = why_no_group(self.sharding, self.replicas)
@@ -252,6 +254,7 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
             raise ValueError(
                 f"ready_s has {times} parts of the gradients, and ready_shares {shares}"
             )
+
         if isinstance(self.recompute, bool):
             return self
         problem = why_no_groups(self.recompute, self.layers)

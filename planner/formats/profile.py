@@ -334,6 +334,7 @@ class LossMean(GrownRecord):
             if self.shifted:
                 first = ", each sample's first one left out"
             return f"mean over the labels that are not {self.ignored}{first}"
+
         return {
             "samples": "mean over samples",
             "loss_weight": "mean over what loss_weight(target) counts",
@@ -628,4 +629,5 @@ def replace_profile(profile: Profile, path: Path) -> None:
             )
             path.replace(kept)
             _log.warning(f"{path} was the {source} profile of '{old.model}': it is {kept} now")
+
     save_profile(profile, path)

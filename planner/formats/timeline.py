@@ -197,6 +197,7 @@ class Timeline(Shown, Record):
             raise ValueError(
                 f"an event is of stage {max(stages)}, and the last one is {len(self.ranks) - 1}"
             )
+
         ranks = {*events.rank, *(curve.rank for curve in self.memory)}
         if strange := ranks - set(self.workers):
             raise ValueError(f"worker {min(strange)} runs no stage")

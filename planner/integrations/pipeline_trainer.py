@@ -139,6 +139,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 "a PipelineTrainer trains once, and searches no hyperparameters",
                 hint="make a new one, in a new process",
             )
+
         if self._plan is not None and (self._evaluates_along or self.args.eval_on_start):
             self._check_evaluation(self._plan)  # now, and not after an epoch
         self._trained = True
@@ -152,6 +153,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         if checkpoint is not None:
             built.load_checkpoint(checkpoint / PIPELINE)
             drawn = read_generators(checkpoint)
+
         _warn_of_staleness(built.plan)
         self.is_in_train = True
         answer = TrainerLoop(self, built, loader, length, drawn).run()
@@ -167,6 +169,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             )
         else:
             state = TrainerState.load_from_json(str(checkpoint / STATE))
+
         state.max_steps = updates
         state.num_train_epochs = epochs
         state.train_batch_size = self.args.train_batch_size
@@ -184,6 +187,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 "this PipelineTrainer has no plan",
                 hint="profile() measures the model, `plan solve` makes a plan, and `plan` takes it",
             )
+
         updates = 0
         if self.train_dataset is not None:
             updates = length_of(self, self.get_train_dataloader()).updates
@@ -344,17 +348,20 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 "evaluate",
                 hint="give PipelineTrainer one; evaluate() may take another",
             )
+
         if self._predicts and len(self.label_names) != 1:
             raise InputError(
                 f"compute_metrics needs one kind of labels, and label_names are {self.label_names}",
                 hint="give label_names=['labels'], or leave compute_metrics out",
             )
+
         size = self.args.eval_batch_size
         if plan.microbatch_size is not None and size > plan.microbatch_size:
             raise InputError(
                 f"per_device_eval_batch_size={size} is more than a microbatch of the plan",
                 hint=f"give per_device_eval_batch_size={plan.microbatch_size} or less",
             )
+
         last = plan.stages[-1]
         if self._predicts and last.replicas != len(last.ranks):
             raise InputError(
@@ -372,6 +379,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )
+
         return batches
 
     def _computed_metrics(
@@ -398,6 +406,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         if gathered:
             both = EvalPrediction(torch.cat(gathered).numpy(), torch.cat(labels).numpy())
             text = json.dumps(denumpify_detensorize(self.compute_metrics(both)))
+
         shared = next(filter(None, share(text, control_group())))
         return cast("dict[str, float]", json.loads(shared))
 
@@ -436,12 +445,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 f"metric_for_best_model='{wanted}' is not among {', '.join(sorted(metrics))}",
                 hint="give one of these",
             )
+
         value = metrics[name]
         best = self.state.best_metric
         better = best is None or (value > best if self.args.greater_is_better else value < best)
         if better:
             self.state.best_metric = value
             self.state.best_global_step = self.state.global_step
+
         return better
 
     # ---- Weights and checkpoints ----

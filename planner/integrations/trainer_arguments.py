@@ -153,6 +153,7 @@ def check_arguments(arguments: TrainingArguments) -> None:
             f"of a pipeline read the same ones",
             hint=f"give one of {', '.join(_SAMPLING)}",
         )
+
     scheduler = getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type)
     if scheduler in _SCHEDULERS_BY_METRIC:
         raise InputError(
@@ -225,6 +226,7 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             f"gradient_accumulation_steps={plan.microbatches}, or "
             f"solve with `minibatch={size * batches}`",
         )
+
     if batches > 1 and not scales_by_labels:
         raise InputError(
             "the model's forward takes no num_items_in_batch, so Trainer would average the losses "
@@ -232,6 +234,7 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             hint=f"give per_device_train_batch_size={plan.minibatch_size} and "
             f"gradient_accumulation_steps=1: the pipeline splits the batch itself",
         )
+
     planned = plan.autocast
     asked = "bfloat16" if arguments.bf16 else None
     if planned != asked:

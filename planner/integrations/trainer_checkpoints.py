@@ -40,11 +40,13 @@ def checkpoint_to_resume(wanted: str | bool | None, output: str) -> Path | None:
             f"there is no checkpoint in '{found or output}'",
             hint="give resume_from_checkpoint a folder such as checkpoint-500, or leave it out",
         )
+
     if not (Path(found) / PIPELINE).is_dir():
         raise InputError(
             f"'{found}' is no checkpoint of a PipelineTrainer: it has no folder '{PIPELINE}'",
             hint="load its weights with from_pretrained(), and begin a new training",
         )
+
     return Path(found)
 
 

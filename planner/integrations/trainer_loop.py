@@ -67,6 +67,7 @@ class TrainerLoop:
             self._epoch(epoch, skipped)
             epoch += 1
             skipped = 0
+
         return self._end()
 
     def _epoch(self, epoch: int, skipped: int) -> None:

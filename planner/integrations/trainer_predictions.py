@@ -44,6 +44,7 @@ def predictions_of(
         if preprocess is not None:
             value = preprocess(value, target)
         predictions.append(value)
+
     return predictions
 
 
@@ -78,5 +79,6 @@ def _only_prediction(output: Mapping[str, Any], others: Sequence[str]) -> Tensor
             f"{', '.join(values)}",
             hint="give evaluate() the others as ignore_keys",
         )
+
     (value,) = values.values()
     return cast("Tensor", value)

@@ -49,6 +49,7 @@ def length_of(trainer: Trainer, loader: Any) -> Length:
             hint="give a dataset with a length, or hand the stream to planner.pipeline in a loop "
             "of your own: docs/guides/own-loop.md",
         ) from None
+
     arguments = trainer.args
     per_epoch = max(1, -(-batches // arguments.gradient_accumulation_steps))
     updates = arguments.max_steps
@@ -83,6 +84,7 @@ def training_spec(
             "a PipelineTrainer needs a train_dataset, which shows what batches are like",
             hint="give one, also to a trainer that only evaluates",
         )
+
     with generators_kept():
         example = next(iter(trainer.get_test_dataloader(trainer.train_dataset)))
     trainer.model.train()  # as a Trainer's step does; from_pretrained leaves evaluation mode
@@ -123,6 +125,7 @@ def stage_optimizer(trainer: Trainer, parameters: Mapping[str, Tensor]) -> Optim
             if (name in decayed) == (decay == trainer.args.weight_decay)
         ]
         groups.append({"params": wanted, "weight_decay": decay})
+
     return kind(groups, **keywords)
 
 
@@ -158,6 +161,7 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 hint="return tensors, whose first dimension is the samples",
             )
         found[name] = value
+
     return found
 
 
@@ -189,4 +193,5 @@ def joined(batches: Sequence[Inputs]) -> dict[str, Tensor]:
                     hint="pad all samples to one length: padding='max_length' of the tokenizer, or "
                     "pad_to_multiple_of of the collator; or give gradient_accumulation_steps=1",
                 )
+
     return {name: torch.cat([batch[name] for batch in batches]) for name in first}

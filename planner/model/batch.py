@@ -83,6 +83,7 @@ class Batch:
                 f"a batch of {self.size} samples cannot be split into {parts} parts",
                 hint="use a larger batch or fewer microbatches",
             )
+
         leaves, spec = self.flatten()
         pieces = [
             torch.tensor_split(leaf, parts)
@@ -214,6 +215,7 @@ def make_batch(returned: Any, place: str) -> Batch:
             pass
         case _:
             args = None
+
     if isinstance(args, Tensor):
         args = (args,)
     is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
@@ -227,6 +229,7 @@ def make_batch(returned: Any, place: str) -> Batch:
             "of the model's "
             "arguments, kwargs a dict",
         )
+
     return Batch(tuple(args), dict(kwargs), target)
 
 
@@ -250,4 +253,5 @@ def collate(items: Sequence[Any]) -> Batch:
             "the same shapes; or "
             "define collate(samples), which pads what differs in length",
         ) from cause
+
     return Batch(tuple(args), kwargs, target)

@@ -49,6 +49,7 @@ def digest_of(leaves: Iterable[Any]) -> int:
         else:
             digest.update(f"{type(leaf).__name__};".encode())
             digest.update(_bytes_in(leaf))
+
     return int.from_bytes(digest.digest(), "big") >> 1
 
 

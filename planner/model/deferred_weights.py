@@ -64,6 +64,7 @@ class DeferredModel:
                 f"them: {reason}",
                 hint=_HINT,
             ) from error
+
         self._values: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.model.parameters():
             if parameter.device.type not in ("cpu", "meta"):
@@ -83,6 +84,7 @@ class DeferredModel:
             self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = (
                 parameter
             )
+
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
         buffers = [buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)]
@@ -204,6 +206,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._patches.enter_context(
                 mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name)))
             )
+
         # It rejects samples by their values, and draws again: as one operation that can be put off
         # like any other.
         init = nn.init._no_grad_trunc_normal_
@@ -237,6 +240,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func(*args, **kwargs)
                 for tensor, value in zip(made, tree_leaves(result) if made else [], strict=True):
                     tensor.copy_(value)
+
         for generator, before in states.items():
             generator.set_state(before)
 
@@ -254,6 +258,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     )
                 )
                 found.append(operation)
+
         return found[::-1]
 
     def __torch_dispatch__(
@@ -279,6 +284,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = _on_meta(func, args, kwargs)
             is_strided = isinstance(made, Tensor) and made.layout == torch.strided
             runs = not is_strided or made.nbytes < self._least_bytes
+
         if runs:
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -318,12 +324,14 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*scratch(args), **scratch(kwargs))
         elif not written:
             result = _on_meta(func, args, kwargs)
+
         made = []
         if not written:
             if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
                 self._refuse("the constructor reads")
             result = tree_map(_unwritten, result)
             made = [tensor.detach() for tensor in tree_leaves(result)]
+
         own = {id(tensor) for tensor in written}
 
         def kept(tensor: Tensor) -> Tensor:

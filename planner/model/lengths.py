@@ -55,6 +55,7 @@ def lengths_of(batch: "Batch", lengths: Sequence[Length], what: str) -> tuple[in
                 "solve again",
             )
         found.append(length)
+
     return tuple(found)
 
 
@@ -127,6 +128,7 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
                 hint="the number of tensors and of their dimensions must be the same for all "
                 "lengths",
             )
+
     places = tuple(place for place in first if len({sizes[place] for _, sizes in examples}) > 1)
     slopes = {}
     for name, (low, most) in between.items():
@@ -138,6 +140,7 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
                 hint=f"make its tensors as long as the argument `{name}` says",
             )
         slopes[name] = [(alone[place] - first[place]) / (most - low) for place in places]
+
     return Varying(places, tuple(examples), slopes)
 
 

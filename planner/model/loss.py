@@ -40,11 +40,13 @@ def loss_of(output: Any, target: Any, loss: LossFunction | None) -> Tensor:
                 "has no 'loss'",
                 hint="define loss(output, target) in the model file",
             )
+
     if not isinstance(value, Tensor):
         raise CaptureError(
             f"loss(output, target) returned a {type(value).__name__}, not a tensor",
             hint="return the mean loss",
         )
+
     return value
 
 
@@ -123,6 +125,7 @@ def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
                 f"batches do not have",
                 hint="profile the model and solve again: plan profile, plan solve",
             )
+
         return float(
             torch.count_nonzero((labels[:, 1:] if mean.shifted else labels).ne(mean.ignored))
         )

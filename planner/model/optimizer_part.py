@@ -52,6 +52,7 @@ def trained_parameters(model: nn.Module) -> list[TrainedParameter]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
+
     return [
         TrainedParameter(
             name=aliases[0],
@@ -101,6 +102,7 @@ def named_parameters(
         else:
             named[trained.name] = trained.stand_in()
             absent.append(named[trained.name])
+
     return named, absent
 
 
@@ -142,6 +144,7 @@ def check_scheduler(spec: TrainingSpec, whole: Iterable[TrainedParameter]) -> No
     with generators_kept():
         optimizer = optimizer_of_part(spec, whole, {})
         scheduler = spec.scheduler(optimizer)
+
     if scheduler is None:
         return
 

@@ -90,6 +90,7 @@ class OptimizerTrial:
 
             for values, new in zip(steps, stepped, strict=True):
                 values.update(new)
+
         return steps
 
     def run_pieces(self) -> Steps:
@@ -112,6 +113,7 @@ class OptimizerTrial:
             for values, new in zip(steps, stepped, strict=True):
                 for name, (_, cut) in pieces.items():
                     cut(values[name]).copy_(new[name].flatten())
+
         return [
             {name: value.view_as(self.first[name]) for name, value in values.items()}
             for values in steps
@@ -172,6 +174,7 @@ class OptimizerTrial:
                 break  # as one for a run of two steps does in the third: training fails there, too
             now = [hyperparameters_of(group) for group in optimizer.param_groups]
             schedule.append({name: now[number] for name, number in groups.items()})
+
         return schedule
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -229,6 +232,7 @@ def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
             replace(each, shape=torch.Size(min(length, size) for length in each.shape))
             for each in found
         ]
+
     return found
 
 
@@ -263,6 +267,7 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
     for group in optimizer.param_groups:
         group["params"] = [new[id(each)] for each in group["params"] if id(each) in new]
         group.pop("param_names", None)
+
     return found
 
 

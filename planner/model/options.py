@@ -82,6 +82,7 @@ class ModuleOptions:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.dim() in _FORMATS:
                     tensor.data = channels_last(tensor.data)
+
         for each in module.modules() if self.half is not None else ():
             # What is no part of a state dict, such as frequencies of rotary embeddings, is computed
             # in float32, and so are the statistics of BatchNorm, which takes inputs in half

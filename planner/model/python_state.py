@@ -91,6 +91,7 @@ class PythonState:
             for path, module in model.named_modules():
                 read = partial(self._module_attributes, weakref.ref(module))
                 self._readers[f"{path}.".lstrip("."), id(module)] = read
+
         self._follow_called()
         self.note()
 
@@ -160,6 +161,7 @@ class PythonState:
             self._readers[f"defaults of {name}()", id(function)] = partial(
                 getattr, function, "__defaults__"
             )
+
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         for variable, cell in cells:
             self._note(variable, cell, partial(_cell_content, cell))
@@ -326,6 +328,7 @@ def _content(value: Any, depth: int, names: frozenset[str] | None) -> Content:
         # What a library's object holds, the library reads.
         inner = names if _is_read_by_name(type(value)) else None
         return _content(_attributes(value, names), depth - 1, inner)
+
     return _OTHERS
 
 
@@ -353,6 +356,7 @@ def _own_classes(value: Any, depth: int) -> Iterator[type]:
     ):
         yield from [type(value)] if _is_own_class(type(value)) else []
         parts = _attributes(value, None).values()
+
     for each in parts:
         yield from _own_classes(each, depth - 1)
 
@@ -367,6 +371,7 @@ def _changed(name: str, before: Content, now: Content) -> Change | None:
             if inner is not None:
                 return inner
         return None
+
     if before is now or before == now or repr(before) == repr(now):  # which NaN has, too
         return None
     return Change(name, before, now)

@@ -94,6 +94,7 @@ class ReferenceOptimizer:
                     f"process",
                     hint=_HINT,
                 )
+
         self._check(optimizer, "optimizer()")
 
     def schedule(self) -> None:
@@ -144,6 +145,7 @@ class ReferenceOptimizer:
                 "process",
                 hint=_HINT,
             )
+
         for number, (group, reference) in enumerate(zip(groups, expected, strict=True)):
             own = hyperparameters_of(group)
             other = hyperparameters_of(reference)

@@ -46,6 +46,7 @@ class BucketSampler(Sampler[int]):
                 f"batch_size, microbatches and pool are {batch_size}, {microbatches} and {pool}, "
                 f"and each is at least 1"
             )
+
         self._lengths = list(lengths)
         self._minibatch = batch_size * microbatches
         self._pool = pool * self._minibatch

@@ -67,6 +67,7 @@ def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> Non
             other = make(other_size)
         except ModelFileError:
             return
+
     check_first_dimensions(other, other_size, place)
     leaves, structure = tree_flatten(_parts(batch))
     other_leaves, other_structure = tree_flatten(_parts(other))
@@ -77,6 +78,7 @@ def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> Non
             "element for each sample, which cannot be split into microbatches",
             hint=_PADDED,
         )
+
     for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
         if isinstance(leaf, int | float | str) and leaf != other_leaf:
             raise ModelFileError(

@@ -107,6 +107,7 @@ def separability(
         if trial.communicates:
             raise
         return _verdict(trial, f"fails on a part of the parameters: {error.message}")
+
     if differing is None:
         return _verdict(trial, None)
     return replace(_verdict(trial, f"combines elements of parameters: {differing}"), combines=True)
@@ -150,6 +151,7 @@ def _schedule_difference(together: Schedule, apart: Schedule) -> str | None:
             f"fails after {steps} where it sees a part of the parameters alone, or where it "
             f"sees all of them"
         )
+
     for number, (expected, seen) in enumerate(zip(together, apart, strict=True), 1):
         for parameter, hyperparameters in seen.items():
             name = first_difference(expected[parameter], hyperparameters)
@@ -162,6 +164,7 @@ def _schedule_difference(together: Schedule, apart: Schedule) -> str | None:
                 f"{shown(hyperparameters.get(name))} instead of {usual} after "
                 f"{counted(number, 'step')}"
             )
+
     return None
 
 
@@ -228,4 +231,5 @@ def _differences(
             float(update_together.abs().max()), torch.finfo(torch.float32).tiny
         )
         differences[name] = math.inf if math.isnan(relative) else relative
+
     return differences

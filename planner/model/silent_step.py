@@ -45,4 +45,5 @@ class NoCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "averages gradients over "
                 "replicas, and shards the optimizer's state with `shard_optimizer`",
             )
+
         return func(*args, **(kwargs or {}))

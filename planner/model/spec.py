@@ -68,6 +68,7 @@ def import_file(path: Path) -> ModuleType:
             f"'{path}' cannot be imported, it fails at {place}: {reason_of(cause)}",
             hint=f"python {path} shows the whole traceback",
         ) from cause
+
     return module
 
 
@@ -138,6 +139,7 @@ class TrainingSpec:
                 f"there is no model file '{path}'",
                 hint="give the path of a file like profiles/vgg16/model.py",
             )
+
         module = import_file(path)
         functions = {}
         for name in USER_FUNCTIONS:
@@ -157,6 +159,7 @@ class TrainingSpec:
             stem = path.resolve().parent.name
         else:
             stem = path.stem
+
         name = stem
         if builder != DEFAULT_BUILDER:
             name = f"{stem}:{builder}"
@@ -321,6 +324,7 @@ class TrainingSpec:
                 hint="return (args, target), with tensors in args; torch.from_numpy makes one of "
                 "an array of NumPy's",
             )
+
         return batch
 
     def blocks(self, model: nn.Module) -> Any:
@@ -345,6 +349,7 @@ class TrainingSpec:
             named = parameters
         else:
             named = {str(number): each for number, each in enumerate(parameters)}
+
         if not self.defines("optimizer"):
             return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
 
@@ -368,6 +373,7 @@ class TrainingSpec:
                 "torch.optim.AdamW(parameters, lr=1e-3); put parameters of the loss into the "
                 "model, whose output can have them",
             )
+
         return optimizer
 
     def _refuse_values(self, error: ModelFileError, parameters: Iterable[nn.Parameter]) -> None:
@@ -483,14 +489,17 @@ class TrainingSpec:
             raise ModelFileError(
                 f"{written}() fails at {line}: {reason_of(cause)}", hint=f"run it: {written}()"
             ) from cause
+
         function = USER_FUNCTIONS[name]
         with suppress(AttributeError, TypeError, ValueError, RuntimeError):
             if function.accepts(returned):
                 return returned
+
         if name == "lengths":
             shown = reprlib.repr(returned)
         else:
             shown = f"a {type(returned).__name__}"
+
         raise ModelFileError(
             f"{self.place(name)} returned {shown}, not {function.returns}",
             hint=function.hint(returned)

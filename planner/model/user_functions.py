@@ -89,11 +89,13 @@ def _dataset_hint(value: Any) -> str | None:
             "return the loader's dataset; planner shuffles and splits it itself, and calls "
             "collate(samples)"
         )
+
     if isinstance(value, Iterable):
         return (
             "workers read any item by its number; a stream can be trained on in a loop of your "
             "own, with planner.pipeline: docs/guides/own-loop.md"
         )
+
     return None
 
 

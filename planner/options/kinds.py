@@ -26,6 +26,7 @@ def gpu_kinds(text: str) -> str | dict[str, int]:
         if name in counts:
             raise InputError(f"`gpu={text}` names {name} twice", hint="give each kind once")
         counts[name] = int(number)
+
     return checked_counts(counts)
 
 
@@ -39,6 +40,7 @@ def checked_counts(counts: Counts) -> dict[str, int]:
                 f"`gpu` has {number} GPUs of the kind {name}",
                 hint="give 1 or more, or leave the kind out",
             )
+
     return {name.lower(): int(number) for name, number in counts.items()}
 
 
@@ -65,6 +67,7 @@ def link_rates(text: str) -> list[float | str] | dict[str, list[float | str]]:
                 hint=f"write `bandwidth={RATES_EXAMPLE}`",
             )
         by_kind[list(by_kind)[-1]].append(known_rate(rate))
+
     return by_kind
 
 

@@ -25,6 +25,7 @@ def token_count(text: str) -> int:
         found = round(float(number) * factor)
     except (OverflowError, ValueError):
         found = 0
+
     if found < 1:
         raise ArgumentTypeError(f"'{text}' is no number of tokens such as 500k or 2M")
     return found

@@ -268,6 +268,7 @@ class SolveOptions(StageRules):
         if self.minibatch is None:
             usual = MICROBATCHES_PER_GPU * cluster.gpus if self.order.divides else 1
             return usual if self.microbatches is None else self.microbatches
+
         size = profile.microbatch_size
         if size is None:
             raise InputError(
@@ -276,6 +277,7 @@ class SolveOptions(StageRules):
                 "number of its microbatches",
                 hint="give `microbatches`",
             )
+
         count, rest = divmod(self.minibatch, size)
         if rest or count < 1:
             raise InputError(
@@ -284,6 +286,7 @@ class SolveOptions(StageRules):
                 hint=f"give `minibatch={max(1, count) * size}`, or a profile with another "
                 f"`batch_size`",
             )
+
         if count > 1 and not self.order.divides:
             raise InputError(
                 f"under {self.schedule} a minibatch has the {size} samples that were profiled, not "
@@ -291,4 +294,5 @@ class SolveOptions(StageRules):
                 hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that "
                 f"has several microbatches, such as 1f1b-flush",
             )
+
         return count

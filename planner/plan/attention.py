@@ -39,6 +39,7 @@ def _runs(layers: Sequence[Layer], positions: Iterable[int]) -> Iterator[list[in
             run = []
         if _may_be_attention(layers[position]):
             run.append(position)
+
     yield from _trimmed(layers, run)
 
 

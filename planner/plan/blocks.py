@@ -53,6 +53,7 @@ def sharded_units(
             units.append(unit)
         else:
             units += [unit[:first], unit[first:]]
+
     return units
 
 
@@ -115,6 +116,7 @@ def repeated_blocks(profile: Profile) -> list[range]:
         # A layer that belongs to no module, such as an addition, is in the block around it.
         following = next((each for each in keys[position:] if each is not None), None)
         before = keys[position] = key or (before if before == following else None)
+
     blocks = [block for key, block in _runs(keys) if key is not None]
     if _share(profile.layers, blocks) >= MOST_OF_IT:
         return blocks
@@ -139,6 +141,7 @@ def _share(layers: Sequence[Layer], blocks: Sequence[range]) -> float:
         equal = [each for each in times_s if abs(each - middle_s) <= ALIKE * middle_s]
         if len(equal) >= FEWEST_REPEATS:
             repeated_s += sum(equal)
+
     return repeated_s / total_s
 
 

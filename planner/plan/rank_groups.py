@@ -32,6 +32,7 @@ def of_groups(plan: Plan) -> Plan:
         cluster = groups_of(plan.cluster, plan.ranks_per_replica)
     else:
         cluster = plan.cluster
+
     # its config still says what the groups are
     return replace(plan, stages=stages, cluster=cluster)
 
@@ -88,6 +89,7 @@ def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
             tuple(group * degrees[0] + place for group in own for place in range(degrees[0]))
             for own in groups
         ]
+
     size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
     order = sorted(size)
     first = dict(zip(order, accumulate((size[group] for group in order), initial=0), strict=False))
@@ -151,10 +153,12 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
 
         left = max(1, left // level.size) if size == 1 else 1
         devices *= level.size
+
     if left > 1:
         raise ClusterError(
             f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`"
         )
+
     return replace(cluster, levels=tuple(levels), kinds=kinds)
 
 
@@ -165,9 +169,11 @@ def _kind_of_groups(kind: DeviceKind, degree: int) -> DeviceKind:
             f"groups of {degree} ranks need GPUs as fast as the profiled ones, not of {kind.title}",
             hint="solve with `tensor=1`",
         )
+
     if kind.count % degree:
         raise ClusterError(
             f"{kind.count} GPUs of {kind.title} do not make whole groups of {degree} ranks",
             hint="give degrees in `tensor` that divide the number of GPUs of each kind",
         )
+
     return replace(kind, count=kind.count // degree)

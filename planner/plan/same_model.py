@@ -61,6 +61,7 @@ def expected_transfers(
     for (_, name), numbers in users.items():
         for ends in pairwise(sorted(numbers)):
             found.setdefault(ends, []).append(name)
+
     return found
 
 
@@ -75,6 +76,7 @@ def _layers_differ(plan: Plan, layers: Sequence[str]) -> str | None:
             return f"its last stage goes on with '{name}' behind the model's last layer"
         if name != expected:
             return f"it has the layer '{name}' where the model has '{expected}'"
+
     return None
 
 
@@ -88,6 +90,7 @@ def _order_differs(plan: Plan, layers: Sequence[str]) -> str | None:
         for expected, name in zip(in_order, stage.layers, strict=True):
             if name != expected:
                 return f"it has the layer '{name}' where the model has '{expected}'"
+
     last = plan.stages[-1].layers[-1]
     if last == layers[-1]:
         return None
@@ -105,6 +108,7 @@ def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:
                 f"stage {used} has the layer '{edge.target}', which needs '{edge.source}' of "
                 f"stage {made}"
             )
+
     return None
 
 
@@ -127,4 +131,5 @@ def _transfers_differ(
             return f"it sends a value '{unknown[0]}' from {between}, which do not exchange one"
         if len(set(sent)) < len(sent):
             return f"it sends a value twice from {between}: {', '.join(sent)}"
+
     return None

@@ -52,6 +52,7 @@ def check_divided_loss(
             hint=f"{other}; define loss_weight(target) in the model file and profile it again; "
             f"{mean}",
         )
+
     raise InputError(
         f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} "
         f"microbatches into which "

@@ -84,4 +84,5 @@ def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | 
                 f"that copies would differ"
             )
             return weight.sentence(why), "solve with `schedule=1f1b-flush`, which is synchronous"
+
     return None

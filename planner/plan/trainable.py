@@ -51,6 +51,7 @@ def check_base(plan: Plan) -> None:
             f"not trained by this package yet",
             hint="make a plan with `tensor=1`; or train with Megatron, which has such groups",
         )
+
     if plan.shards_divided_layers:
         raise PlanError(
             f"the plan's replicas shard gradients or weights of layers that groups of "
@@ -59,6 +60,7 @@ def check_base(plan: Plan) -> None:
             hint="make a plan with `tensor=1`; or train with torchtitan, where the plan says how "
             "fast that may be and what fits",
         )
+
     if plan.cluster.offload is not None:
         raise PlanError(
             "the plan has masters and the optimizer's state in the memory of the host, whose CPU "
@@ -66,6 +68,7 @@ def check_base(plan: Plan) -> None:
             hint="make a plan without `offload`; or train with DeepSpeed, where the plan says how "
             "fast that may be and what fits",
         )
+
     if plan.products is not None:
         raise PlanError(
             f"the plan is for products in {plan.products}, and the executor computes them in "
@@ -73,6 +76,7 @@ def check_base(plan: Plan) -> None:
             hint="make a plan without `precision`; or train with Megatron and Transformer Engine, "
             "where the plan says how fast that may be and what fits",
         )
+
     if plan.base_bits is not None:
         raise PlanError(
             f"the plan is for a frozen base in {plan.base_bits} bits, and the executor has it in "
@@ -132,11 +136,13 @@ def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
             "of replicas that shard their optimizer's state",
             "solve with `shard_optimizer=never`",
         )
+
     if plan.compiled:
         return "of compiled layers", "profile without `compiled`"
     if plan.cluster.sequence_parallel:
         what = "with sequence parallelism, which divides tokens between sharded layers"
         return what, "solve without `sequence_parallel`"
+
     return None
 
 
@@ -149,12 +155,14 @@ def check_divided(plan: Plan) -> None:
             f"the executor does not run {what} stages whose replicas shard gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
         )
+
     if plan.chunked_loss is not None and (plan.stages[0].shards_gradients or plan.divides_layers):
         raise PlanError(
             "the executor does not compute a loss in chunks where ranks divide layers, or replicas "
             "shard gradients or weights",
             hint="make the plan again with: plan solve; its loss is then computed whole",
         )
+
     if not plan.divides_layers:
         return
     one = f"solve with one degree, `tensor={plan.ranks_per_replica}`"
@@ -172,6 +180,7 @@ def check_divided(plan: Plan) -> None:
             "tensor parallelism of compiled layers",
             "profile without `compiled`, or solve with `tensor=1`",
         )
+
     if problem is not None:
         raise PlanError(
             f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1]

@@ -148,6 +148,7 @@ def _chunked_loss(graph: LayerGraph, measured: Measurement, chunks: int) -> Chun
     except UnchunkedLossError as error:
         _log.info("%s", error.message)
         return None
+
     return ChunkedLoss(
         chunks=chunks,
         head=graph.layers[found.first_layer].name,

@@ -47,6 +47,7 @@ def keep_freed_pages(apart_bytes: int | None = None) -> None:
         "GLIBC_TUNABLES", ""
     ):
         return
+
     global _keeps_pages
     _keeps_pages = True
     # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must
@@ -55,6 +56,7 @@ def keep_freed_pages(apart_bytes: int | None = None) -> None:
         settings = {_M_MMAP_MAX: 0}
     else:
         settings = {_M_MMAP_MAX: _MOST_MAPPINGS, _M_MMAP_THRESHOLD: apart_bytes}
+
     if (mallopt := _glibc("mallopt")) is not None:
         for parameter, value in (
             settings | {_M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _GROW_BYTES}
@@ -145,12 +147,14 @@ def parse_device(name: str) -> torch.device:
             f"'{name}' is not a device",
             hint="give a kind, as cpu or cuda, or one of them, as cuda:0",
         ) from None
+
     if (device.index or 0) >= (count := runtime_of(device).count()):
         raise InputError(
             f"there is no device '{name}': PyTorch sees {count} GPUs",
             hint=f"give `device=cpu`, or install PyTorch built for {device.type} on a machine "
             f"with a GPU",
         )
+
     return device
 
 
@@ -166,6 +170,7 @@ def describe_device(device: torch.device, threads: int, processes: int) -> Devic
             memory_bytes=properties.total_memory,
             context_bytes=_context_bytes(device),
         )
+
     return Device(
         kind="cpu",
         name=_cpu_name(),

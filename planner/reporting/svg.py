@@ -249,6 +249,7 @@ def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = N
                 bar = [(event.start_s, event.end_s - event.start_s)]
                 axes.broken_barh(bar, (row_number - 0.4, 0.8), facecolors=COLOURS[event.kind])
             row_number += 1
+
     axes.set_yticks(ticks, names)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")

@@ -73,6 +73,7 @@ def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:
             else:
                 text = TEXTS[kind]
             found.setdefault(COLOURS[kind], {})[text] = None
+
     return [(colour, ", ".join(texts)) for colour, texts in found.items()]
 
 

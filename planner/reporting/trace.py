@@ -53,6 +53,7 @@ def load_run(path: Path | str) -> Timeline:
         content = read_json(path)
     except (OSError, ValueError):
         content = None
+
     if not isinstance(content, dict) or "traceEvents" not in content:
         return load_timeline(path)  # its errors also cover files that are not JSON
     try:

@@ -79,6 +79,7 @@ class Chunked(Synchronous):
             elif split:
                 left[number] -= 1
                 yield BackwardWeight(number, unit, last_of_round=left[number] == 0)
+
         # All-reduce in the order in which the stages' gradients are complete.
         yield from finish_minibatch(shape, own[::-1], rank, minibatch)
 
@@ -98,6 +99,7 @@ def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tupl
             flying[chunk] += _ADDED[work]
             stage = stages[chunk]
             most[stage] = max(most[stage], flying[chunk])
+
     return tuple(most)
 
 

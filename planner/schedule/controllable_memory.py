@@ -187,6 +187,7 @@ class _Greedy:
                     lengths = [len(steps) for steps in self._steps]
                     seen[state] = self.slots, self._done[0][-1], lengths
             self._fill_slot()
+
         if not orders:
             return [_Order(steps, [], 0, 0, []) for steps in self._steps]
         return [
@@ -249,6 +250,7 @@ class _Greedy:
                 number, unit = self._waiting[worker].popleft()
                 self._held[worker] -= 1
                 self._steps[worker].append(("W", _PASSES[number][1], unit))
+
         self.slots += 1
 
     def _do(self, worker: int, number: int) -> None:
@@ -276,6 +278,7 @@ class _Greedy:
         for number in sorted(range(len(_PASSES)), key=turns.__getitem__):
             if self._can_do(worker, number, before) and self._has_room(worker, number):
                 return number
+
         return None
 
     def _can_do(self, worker: int, number: int, before: list[list[int]]) -> bool:
@@ -306,6 +309,7 @@ class _Greedy:
             held += 1 if is_forward else -1
             if is_forward and held >= self._limit:
                 return False
+
         return True
 
     def _until(self, worker: int, slot: int) -> list[bool]:
@@ -336,6 +340,7 @@ def _most_in_flight(blocks: Blocks, units: int) -> int:
                 waiting -= 1
                 held -= 1
             most = max(most, held)
+
     return most
 
 

@@ -51,6 +51,7 @@ def _later(instruction: Instruction, minibatches: int) -> Instruction:
         return type(instruction)(
             instruction.stage, unit, instruction.peer_stage, instruction.peer_rank
         )
+
     return replace(instruction, unit=unit)
 
 

@@ -239,6 +239,7 @@ class ZeroBubble(Flush):
         if not shape.splits(stage):
             yield from super().minibatch(shape, stage, rank, minibatch)
             return
+
         mine = shape.units_of(stage, rank, minibatch)
         ahead = min(shape.in_flight(stage), warm_up_depths(shape.replicas)[stage])
         behind = shape.in_flight(stage) - ahead

@@ -23,6 +23,7 @@ def load_schedules(path: str | Path) -> None:
             f"`schedule_from={path}` is no Python file",
             hint="give the file that calls planner.register_schedule",
         )
+
     known = len(NAMES)
     module = importlib.util.module_from_spec(spec)
     again = spec.name in sys.modules
@@ -36,6 +37,7 @@ def load_schedules(path: str | Path) -> None:
             f"`schedule_from={path}` fails: {reason_of(cause)}",
             hint=f"python {path} shows the whole traceback",
         ) from cause
+
     if len(NAMES) == known and not again:
         raise InputError(
             f"`schedule_from={path}` registers no schedule",

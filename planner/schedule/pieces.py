@@ -40,6 +40,7 @@ def backward(
             yield do.ReceiveGradient(
                 stage, unit, channel.target, shape.rank_of(channel.target, unit)
             )
+
     yield do.BackwardInput(stage, unit) if split else do.Backward(stage, unit, last_of_round)
     for channel in shape.arriving(stage):
         if channel.gradient:
@@ -84,6 +85,7 @@ def finish_minibatch(
         if shape.sums_gradients(stage):
             yield do.AllReduce(stage, minibatch, divisor=1)
         yield from send_shared(shape, stage, rank, minibatch)
+
     # All stages send before one of them waits for the others: two stages of a worker cannot block
     # each other.
     for stage in stages:

@@ -63,6 +63,7 @@ def register_schedule(schedule: Schedule) -> Schedule:
             f"the schedule {type(schedule).__name__} has no {missing[0]}",
             hint=f"give its class {', '.join(_DESCRIBED)}, as those of planner.schedule have",
         )
+
     name = schedule.name
     earlier = _registered.get(name)
     replaces = earlier is not None and file_of(earlier) == file_of(schedule)
@@ -101,10 +102,12 @@ def find(schedule: Schedule | str) -> Schedule:
     if schedule in SCHEDULES:
         assert isinstance(schedule, Schedule)
         return schedule
+
     name = own_name(str(schedule))
     for each in (*SCHEDULES, *_registered.values()):
         if name == each.name:
             return each
+
     raise InputError(
         f"unknown schedule '{schedule}'",
         hint=f"`schedule` is one of {', '.join(NAMES)}; one of your own comes from the file that "

@@ -78,6 +78,7 @@ def _full_order(workers: int, position: int, units: int) -> Iterator[tuple[Work,
     for _ in range(position):
         yield do("F", 1)
         yield do("F", 0)
+
     for _ in range(behind):
         yield do("F", 1)
         yield from backward(1)
@@ -94,6 +95,7 @@ def _full_order(workers: int, position: int, units: int) -> Iterator[tuple[Work,
     for _ in range(position):
         yield do("I", 0)
         yield do("I", 1)
+
     for _ in range(behind):
         yield from backward(0)
     for chunk in (1, 0):

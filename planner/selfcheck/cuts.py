@@ -67,6 +67,7 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
             return judged(False, told, ratio, MOST)
         said.append(f"{dtype} has at most {ratio:.2f} times the error")
         largest = max(largest, ratio)
+
     cuts = f"{len(graph.layers) - 1} cuts"
     return judged(True, "; ".join([cuts, *said]), largest, MOST)
 
@@ -81,6 +82,7 @@ def _captured(
     for each in module.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.0  # a GPU draws other random numbers in float64
+
     graph = capture_file(spec, batch, module, options=options)
     graph.model.to(device)
     return graph, batch.to(device)

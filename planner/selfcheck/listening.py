@@ -54,6 +54,7 @@ def _one_host(lab: Lab) -> Outcome:
         result = lab.train(model, plan, STEPS)
     finally:
         watch.stop()
+
     return _judged(watch, result.minibatches)
 
 

@@ -152,6 +152,7 @@ def selftest(options: SelftestOptions) -> SelftestReport:
             "processes",
             hint="run it once on each host, without torchrun",
         )
+
     check_positive("workers", options.workers)
     kind = options.device or kind_here()
     check_backend(kind, options.backend)
@@ -168,6 +169,7 @@ def selftest(options: SelftestOptions) -> SelftestReport:
                 rows.append(row)
                 if options.on_row is not None:
                     options.on_row(row)
+
     return SelftestReport(
         version=__version__,
         date=date,
@@ -201,6 +203,7 @@ def run_case(check: str, case: Case) -> Row:
         outcome = Outcome("failed", error.message)
     except Exception as error:
         outcome = Outcome("failed", reason_of(error))
+
     finite = outcome.value is not None and math.isfinite(outcome.value)
     return Row(
         check=check,

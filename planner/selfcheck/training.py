@@ -156,6 +156,7 @@ def train_alone(
                 weight.data.copy_(versions[-1][name])
             optimizer.step()
             optimizer.zero_grad()
+
     return losses, model
 
 
@@ -218,6 +219,7 @@ def memory_outcome(reports: Sequence[WorkerReport], least: float) -> Outcome:
         found.append(
             f"worker {report.rank}: {predicted} predicted, {measured} measured ({error:+.1%})"
         )
+
     told = f"{', '.join(found)}; limits {least:+.0%} and {MOST:+.0%}"
     return judged(least <= worst <= MOST, told, worst, MOST)
 
@@ -242,4 +244,5 @@ def _killed(lab: Lab) -> Outcome:
         named = "worker 0 (stage 0)" in error.message and "SIGKILL" in error.message
         told = f"reported after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}"
         return judged(named and seconds <= TOLD_S, told, seconds, TOLD_S)
+
     return judged(False, "the run ended as if nothing had happened")

@@ -165,6 +165,7 @@ class Collective:
         if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
             joined.backward_start_s = start_s
             joined.backward_s = backward_s
+
         joined.arrived_s = max(joined.arrived_s, arrived_s)
         if joined.joined == len(self.joined):
             return joined
@@ -219,6 +220,7 @@ class Communication:
             self._collectives[stage, gathers] = Collective(
                 stage, gathers, dict.fromkeys(members, 0), moved_bytes, queue
             )
+
         return self._collectives[stage, gathers]
 
     def gather_s(self, stage: int) -> float:

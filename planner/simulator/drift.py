@@ -218,6 +218,7 @@ class DriftJudge:
                 subject.end_row()
                 subject.before.append(math.log(seen.middle))
             certain = certain or self._is_certain(subject)
+
         return self._told() if certain else None
 
     def _later(self, window: Window, middle: int) -> Iterator[_Seen]:
@@ -261,6 +262,7 @@ class DriftJudge:
         if self.expected.by_sums:
             ratio = sum(measured_s for measured_s, _ in pairs) / sum(s for _, s in pairs)
             return ratio, ratio
+
         ratios = sorted(measured_s / planned_s for measured_s, planned_s in pairs)
         most = ratios[int((1 - self.limits.slower_share) * len(ratios))]
         middle = weighted_median(
@@ -304,6 +306,7 @@ class DriftJudge:
             subject.end_row()
             subject.since = first
             subject.clear = True
+
         subject.side = side
         subject.windows += share
         subject.clear = subject.clear and self._is_clear(subject, seen)
@@ -329,6 +332,7 @@ class DriftJudge:
             subject.windows = 0.0
             subject.row.clear()
             subject.before.clear()
+
         return Parting(
             since=min(subject.since for subject in parted.values()),
             workers={key: each.newest for key, each in parted.items() if isinstance(key, int)},

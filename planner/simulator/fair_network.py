@@ -112,11 +112,13 @@ class FairNetwork:
         if size_bytes <= 0:
             on_end(now_s)
             return
+
         flow = _Flow(*path, size_bytes, on_end, now_s)
         if sum(link.enter(flow, now_s) for link in path.links):  # enters all of them
             self._share((flow,), now_s)
         else:
             self._set_rate(flow, path.bytes_per_s, now_s)
+
         self._look_ahead()
 
     def finish_next(self) -> None:
@@ -128,6 +130,7 @@ class FairNetwork:
         for link in flow.links:
             link.leave(flow, now_s)
             affected.update(link.flows)
+
         if affected:
             self._share(affected, now_s)
         # `on_end` may start the next flow at once, so the network must be consistent before it is
@@ -209,6 +212,7 @@ def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[t
             for link in flow.links:
                 link.room = max(link.room - part, 0.0)  # rounding may take it below 0
                 link.unsettled -= 1
+
     return rates
 
 
@@ -224,4 +228,5 @@ def _connected(some: Iterable[_Flow]) -> tuple[dict[_Flow, None], list[LinkDirec
                     if other not in near and len(near) < NEAREST:
                         near[other] = None
                         queue.append(other)
+
     return near, list(crowded)

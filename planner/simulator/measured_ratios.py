@@ -130,6 +130,7 @@ def route_ratios(transfers: Iterable[Transfer]) -> dict[tuple[int, int], RouteRa
 
         if measured_s > 0:
             ratios[pair] = RouteRatio(planned_s / measured_s, count)
+
     return ratios
 
 
@@ -147,6 +148,7 @@ def _message(event: Event) -> Message:
             event.minibatch,
             event.microbatch,
         )
+
     return Message(
         kind,
         event.rank,

@@ -84,6 +84,7 @@ def _curve(plan: Plan, rank: int, held_bytes: int, changes: list[_Change]) -> Me
         if now != latest:
             steps[time_s] = now
         latest = now
+
     return MemoryCurve(
         rank=rank,
         time_s=tuple(steps),

@@ -185,6 +185,7 @@ class PipelineCosts:
                     + float(slowest.handling_s(sum(each.gradient_bytes for each in own))),
                 )
             )
+
         return cls(
             shape=shape,
             cluster=cluster,

@@ -65,6 +65,7 @@ def simulate(
         raise InputError(
             f"`minibatches` must be at least 1, got {count}", hint="give `minibatches=1`"
         )
+
     _check_amount(plan, count)
 
     events: list[Event] = []
@@ -127,6 +128,7 @@ def _check_amount(plan: Plan, minibatches: int) -> None:
     if units > MOST_UNITS:  # a single minibatch is too much
         most = MOST_UNITS // len(plan.stages)
         hint = f"solve with at most `microbatches={most}`, and simulate that plan"
+
     raise InputError(
         f"{_amount(plan, minibatches)}: {minibatches * units:,} units of work, "
         f"and at most {MOST_UNITS:,} are simulated",
@@ -205,6 +207,7 @@ def _received_bytes(pairs: Sequence[Shared]) -> Counter[int]:
         if not weights <= counted_weights:
             received_bytes[stage] += shared.gradient_bytes
         counted_weights |= weights
+
     return received_bytes
 
 
@@ -250,6 +253,7 @@ def simulate_recorded(
             "the run has no computations to compare with the simulation",
             hint="record one with `trace`",
         )
+
     first = min(recorded)
     end = max(recorded) + 1
     filling = default_minibatches(plan)

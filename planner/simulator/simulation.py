@@ -201,6 +201,7 @@ class Simulation:
                 pass  # its time is part of the update's
             case _:
                 assert_never(instruction)
+
         return True
 
     def _work(self, rank: int, instruction: Computation) -> Iterator[bool]:
@@ -244,6 +245,7 @@ class Simulation:
                     rank, part_bytes, exchanged.bytes_per_s, self._clock[rank], wake
                 )
                 yield True
+
         self._clock[rank] += seconds
         if self.events is not None:
             self.events.append(
@@ -307,6 +309,7 @@ class Simulation:
                 Event(rank, sends, send.stage, *when, send.peer_rank, send.peer_stage),
                 Event(send.peer_rank, receives, send.peer_stage, *when, rank, send.stage),
             ]
+
         self._deliver(rank, send, end_s)
 
     def _deliver(self, sender: int, send: Send, end_s: float) -> None:
@@ -345,9 +348,11 @@ class Simulation:
             if peer != rank:
                 self.communication.open(rank, receive, self._clock[rank])
             return False
+
         if arrival_s > self._clock[rank]:  # off the links, but its latency has not passed
             self._wake(rank, arrival_s)
             return False
+
         del self._arrived[message]
         if peer != rank:
             self.communication.take(rank, receive, self._clock[rank])
@@ -408,6 +413,7 @@ class Simulation:
             if joined is not None:
                 joined.parts_left = 1
                 self._start_part_at(joined.arrived_s, gather, joined, 1.0)
+
         if not self._wait_for(rank, gather, gather.joined[rank] - 1):
             return False
         self._gathering.discard((rank, stage))
@@ -421,5 +427,6 @@ class Simulation:
         if end_s > self._clock[rank]:
             self._wake(rank, end_s)
             return False
+
         collective.leave(number)
         return True

@@ -91,6 +91,7 @@ def repeating_s(completed: Completions, lasts: Sequence[int] = ()) -> float | No
         took_s = ends_s[0][lasts[0]] - ends_s[0][lasts[0] - units]
         if repeats(ends_s, lasts, units, looked_at, took_s):
             return took_s / units
+
     return None
 
 

@@ -72,6 +72,7 @@ def _drawn_s(costs: PipelineCosts, stop: Stop) -> float | None:
             return math.inf
         case "ended":
             return None
+
     stop(simulation.executed)
 
     ends_s = sorted(simulation.completed.ends_s[0])

@@ -158,6 +158,7 @@ class _Columns:
         for stage in range(len(timeline.ranks)):
             backwards_s.append(self._ends_of(stage, "backward", "backward_weight"))
             forwards_s.append(self._ends_of(stage, "forward") or [0.0])
+
         return Completions(shape, backwards_s, forwards_s)
 
     def _ends_of(self, stage: int, *wanted: EventKind) -> list[float]:
@@ -217,6 +218,7 @@ def _workers(
             limit_bytes=None if curve is None else curve.limit_bytes,
         )
         workers.append(use)
+
     return tuple(workers)
 
 
@@ -330,6 +332,7 @@ def _links(
             busy_share=share,
         )
         shared.append(use)
+
     return own, tuple(shared)
 
 

@@ -121,6 +121,7 @@ def _chunked_loss(profile: Profile, best: Evaluation) -> ChunkedLoss | None:
         for stage in best.stages
     ):
         return None
+
     last = [profile.layers[index].name for index in best.stages[-1].layers]
     if chunked.head not in last:
         return None
@@ -182,6 +183,7 @@ def _host_bytes(problem: Problem, stages: Sequence[Candidate]) -> list[int]:
         offloaded.append(
             host_bytes(layer_costs.given, names, options.ranks_per_replica, options.shards)
         )
+
     return offloaded
 
 

@@ -211,6 +211,7 @@ def _best_over_cuts(problem: Problem) -> Answer:
             f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
             hint="use `granularity=layer`",
         )
+
     if not ends:
         return best_plan(problem)
 
@@ -268,6 +269,7 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
     if ALONG_ORDER in bound_of and not best.best.in_order:
         bound_s = relaxed_s(problem)
         bound_of = ""
+
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
@@ -355,6 +357,7 @@ def plainest(problem: Problem, answer: Answer) -> Answer:
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return answer.with_best(plan)
+
     return answer
 
 

@@ -61,6 +61,7 @@ def best_plan(problem: Problem) -> Answer:
     if not pool.hopeless:
         improve(pool)
         least_late(pool)
+
     return pool.answer()
 
 

@@ -136,6 +136,7 @@ class Request:
                 hint="leave `tensor` out, or take an optimizer that updates each parameter by "
                 "itself, such as AdamW",
             )
+
         return self.with_options(replace(options, max_stages=1, tensor=(1,)))
 
 

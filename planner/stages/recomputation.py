@@ -70,6 +70,7 @@ class RecomputedLayers(Recomputes):
             if not again:
                 return ""
             return f"{again} layer{'s' * (again > 1)}"
+
         return f"{groups} block{'s' * (groups > 1)}, {again} layers"
 
 
@@ -85,4 +86,5 @@ def why_no_groups(groups: NamedGroups, layers: Sequence[str]) -> str | None:
                 f"the recomputing group of '{group[0]}' is no run of consecutive layers of "
                 f"the stage"
             )
+
     return None

@@ -216,6 +216,7 @@ def why_whole(
             f"microbatches equally",
             f"give `microbatches={each * replicas[0]}`",
         )
+
     return problem
 
 
@@ -251,6 +252,7 @@ class PossibleSharding(NamedTuple):
         if replicas == 1:
             yield UNSHARDED
             return
+
         for level in self.levels:
             if level < _GRADIENTS:
                 yield Sharding(level)

@@ -81,6 +81,7 @@ def within(seconds: float, *actions: Callable[[], T]) -> list[T]:
             run(action)
         else:
             threads.append(thread)
+
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -67,6 +67,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
             [[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job
         )
         message += _at(None if place is None else place.partition(" in ")[0])
+
     return Failure(
         rank=rank,
         stage=stage_of(job, rank, beat),
@@ -95,6 +96,7 @@ def error_of(failure: Failure) -> WorkersFailedError:
             message = f"{where}, {failure.activity}: {message}"
         else:
             message = f"{where}: {message}"
+
     error = WorkersFailedError(
         message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again
     )

@@ -98,11 +98,13 @@ class DataGroups:
             # new_group warns where it differs from its own argument
             options._timeout = self._timeout
             more["pg_options"] = options
+
         group = self._make([sender, receiver], **more)
         if dist.get_rank() == sender:
             self._unused.append(lambda token: dist.isend(token, receiver, group))
         elif dist.get_rank() == receiver:
             self._unused.append(lambda token: dist.irecv(token, sender, group))
+
         return group
 
     def use_once(self) -> None:
@@ -123,6 +125,7 @@ class DataGroups:
                 "ever. Stages with fewer "
                 "replicas need fewer groups."
             )
+
         for use in unused:
             work = use(torch.zeros(1, device=self._place.wire))
             assert work is not None

@@ -121,11 +121,13 @@ class Heartbeat:
             )
         else:
             beat = self._beat(beats, what, self._slowest_s, evaluating=evaluating)
+
         if device and self._device is not None:
             with suppress(RuntimeError):  # of a device that failed; the main thread tells
                 passed, instruction = self._device()
                 if instruction is not None:
                     return replace(beat, device=self._beat(passed, instruction))
+
         return beat
 
     def _beat(
@@ -156,12 +158,14 @@ def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) ->
             # A round has a minibatch for each replica: the worker's own last one tells more than
             # the round's number.
             return f"in the update after minibatch {last_backward}"
+
     minibatch, microbatch = instruction.unit
     unit = f"minibatch {minibatch}" + (" of the evaluation" if evaluating else "")
     unit += f", microbatch {microbatch}" if microbatch else ""
     if not isinstance(instruction, Message):
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(instruction).__name__)
         return f"in the{words} of {unit}"
+
     what = None
     if isinstance(instruction, do.ReceiveActivation | do.SendActivation):
         what = f"activations of {unit}"

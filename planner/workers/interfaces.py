@@ -33,6 +33,7 @@ def address_of(interface: str) -> str:
                 f"'{interface}' is no network interface with an IPv4 address here",
                 hint=f"interfaces here: {names}",
             ) from None
+
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -67,6 +68,7 @@ def listening_address(host: str, *, elsewhere: bool) -> str | None:
         with suppress(OSError):
             socket.create_server((address, 0), family=family).close()
             return address
+
     return None
 
 

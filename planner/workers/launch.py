@@ -162,6 +162,7 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         raise InputError(
             f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?"
         )
+
     variables = {
         # All hosts have as many workers, so agents need not ask each other for these, and wait for
         # one that is lost.
@@ -214,6 +215,7 @@ def _not_met(cause: RendezvousError, job: Job) -> WorkerError:
         return WorkerError(
             f"fewer than {least} hosts have come in {JOIN_S} s", hint="start more of them"
         )
+
     return WorkerError(
         f"the store at {job.elastic.rendezvous}, where hosts meet, is not reached: the run has "
         f"ended, or that host is "
@@ -259,6 +261,7 @@ def _telling_first(
                     for local, failure in failures.items()
                 }
             )
+
         _close(workers, death_sig, min(timeout, limit_s))
 
     with patch.object(PContext, "close", close):
@@ -352,6 +355,7 @@ def explain(
             "jobs",
         }
         hint = hints.get(exit_codes[rank], hint)
+
     message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
     return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
 

@@ -120,11 +120,13 @@ def started_as_worker() -> bool:
             problem,
             hint="set worker 0's host and a free port of it for all; or start with torchrun",
         )
+
     # an agent of ours, which has opened a store for this start alone
     if LAUNCHER_VARIABLE in os.environ:
         os.environ[_COUNT] = "0"
     elif not missing:
         _open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
     return True
 
 
@@ -151,6 +153,7 @@ def _open_store(host: str, port: int) -> None:
             hint="did worker 0 start? MASTER_ADDR and MASTER_PORT choose another address of its "
             "host, and another port",
         ) from cause
+
     if opens:
         _own_store = store
 
@@ -166,6 +169,7 @@ def _listen(host: str, port: int) -> TCPStore:
         # in use: by this process, perhaps, which has met others there before
         with suppress(OSError):
             return open_store(address, port, _TIMEOUT)
+
     # Multi-tenant: what else worker 0 opens at this address is the same store.
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=True
@@ -189,6 +193,7 @@ def _agree_on_start(store: Store, rank: int, world: int) -> None:
     else:
         number = int(store.get(f"start of {store.add('arrivals', 1)}"))
         store.set(f"{number}/{rank}", "")
+
     os.environ[_COUNT] = str(number)
 
 
@@ -277,6 +282,7 @@ def exchange(store: Store, mine: Seat) -> list[Seat]:
             f"worker {len(seats)} did not come in time",
             hint="is the command started on all hosts, with the same plan?",
         ) from cause
+
     choose_interface([seat.address for seat in seats], mine.rank)
     return seats
 

@@ -68,6 +68,7 @@ def computing(numerics: Numerics) -> Iterator[None]:
     except RuntimeError:
         matmul: Any = torch.backends.cuda.matmul
         restore = partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+
     strict = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn

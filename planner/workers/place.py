@@ -106,6 +106,7 @@ def visible_gpus(kind: DeviceType) -> tuple[Gpu, ...]:
         if None not in bus:
             board = ":".join(f"{part:02x}" for part in bus)
         found.append(Gpu(uuid=uuid, name=properties.name, board=board))
+
     return tuple(found)
 
 

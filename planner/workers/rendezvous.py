@@ -129,6 +129,7 @@ class Agent(RendezvousHandler):
             self._opened = open_store(self._address, 0)
             port = self._opened.port
             told.set(_WORLD, str(met.world_size))
+
         place = RendezvousStoreInfo.build(met.rank, told, self._address, port)
         return place if int(told.get(_WORLD)) == met.world_size else None
 

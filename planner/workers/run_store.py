@@ -29,4 +29,5 @@ def run_store(job: Job) -> Store:
             f"the store at {place}, where hosts meet, is not reached: {first_line(cause)}",
             hint="its host or the link to it is down",
         ) from cause
+
     return Part(f"workers of {job.run}", protected(store))

@@ -96,6 +96,7 @@ def secret_in(path: Path) -> str:
         raise InputError(
             f"'{path}' belongs to another user, who knows the secret", hint="name another file"
         )
+
     if status.st_mode & _OTHERS:
         raise InputError(f"other users can read the secret in '{path}'", hint=f"chmod 600 {path}")
     _check_length(text, str(path))

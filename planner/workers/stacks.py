@@ -61,6 +61,7 @@ def _stacks(dump: str) -> Iterator[tuple[int, list[Frame]]]:
             frames = []
         elif frame is not None:
             frames.insert(0, (_unescaped(frame["file"]), int(frame["line"]), frame["function"]))
+
     if ident is not None:
         yield ident, frames
 

@@ -31,6 +31,7 @@ def main(folder: str, workers: int, command: Sequence[str]) -> int:
     except PlannerError as error:  # a signal
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code
+
     return 0
 
 

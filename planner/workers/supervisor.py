@@ -122,6 +122,7 @@ class Supervisor:
             if self._script:
                 allows_more = _FOR_SCRIPTS
             self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
+
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=_CONNECT_S)
@@ -168,6 +169,7 @@ class Supervisor:
                 bound_exit()
                 if (told := self.error()) is not None:
                     _log.error("%s", printable(told.message))
+
         return self._failure
 
     def error(self) -> PlannerError | None:
@@ -233,6 +235,7 @@ class Supervisor:
             while self._detector is not None and store.add(ENDED, 0) < self._job.plan.workers:
                 if self._stopped.wait(_ASKED_EVERY_S):
                     break
+
         self.stop()
 
     def stop(self) -> None:

@@ -120,6 +120,7 @@ class HangDetector:
                 if page.sequence != seen.page.sequence:
                     seen.written_s = now_s
                 seen.page = page
+
         if not self._seen:
             return None
         limit_s = self._timeout_s + max(seen.page.beat.slowest_s for seen in self._seen.values())
@@ -141,6 +142,7 @@ class HangDetector:
             if now_s - seen.written_s > self._timeout_s / 2:
                 why = "it does not respond: it is stopped, or its host or its link is down"
                 return self._failure(rank, f"{self._found(rank, stuck[rank])}: {why}")
+
         for rank in still:
             page = self._seen[rank].page
             # A host that is ahead waits for its device in any call: what the device is at is what
@@ -150,6 +152,7 @@ class HangDetector:
                 if rank not in late:
                     return None
                 return self._failure(rank, self._found(rank, stuck[rank]) + at)
+
         if len(late) < len(self._seen):
             return None
         # All wait, the first one for what another one has sent: the streams of a checked plan

@@ -57,6 +57,7 @@ class AsynchronousModel(StageModel):
             busy.append(
                 {"compute": compute_s, "receive": np.asarray(receive_s), "send": np.asarray(send_s)}
             )
+
         placement.add_shared(busy, loads, 1)
         return busy
 
@@ -115,5 +116,6 @@ class DoubleBufferedModel(AsynchronousModel):
                 "send": np.asarray(share * send_s + ring_s),
             }
             busy.append(own)
+
         placement.add_shared(busy, loads, 1)
         return busy

@@ -124,6 +124,7 @@ class SynchronousModel(CostModel):
             room_bytes = reserves_of(plan.layer_costs, plan.stages)[number].room(memory_bytes)
             fitting = int(footprint.most_in_flight(room_bytes, stashing=False))
             more = min(more, (fitting - flying) // 2)
+
         return max(0, more)
 
     def sum_s(self, work: Work) -> Floats:

@@ -160,6 +160,7 @@ def buckets_of(
         groups = MOST_PARTS - 2
         ends = [(len(filled) - 2) * (group + 1) // groups for group in range(groups)]
         filled = [filled[0], *(filled[end] for end in ends), filled[-1]]
+
     done_bytes, last_s = filled[-1]
     if last_s < backward_s * (1 - SLACK):
         filled.append((done_bytes, backward_s))
@@ -186,6 +187,7 @@ def _pieces(
         if size > 0:
             pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
         clock_s += layer.backward_s
+
     return pieces
 
 
@@ -215,4 +217,5 @@ def _filled(pieces: Sequence[tuple[float, float]], full_bytes: int) -> list[tupl
         size_bytes += piece_bytes
         done_bytes += piece_bytes
         filled[-1] = (done_bytes, at_s)
+
     return filled

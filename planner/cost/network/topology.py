@@ -54,6 +54,7 @@ def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
     for r, part in zip(replicas, parts, strict=True):
         ranks.append(tuple(i % columns * size + first + i // columns for i in range(r)))
         first += part
+
     return ranks
 
 
@@ -116,6 +117,7 @@ class Topology:
                 slowest = of_ranks.reshape(-1, sharing).min(axis=1)
                 of_ranks = np.repeat(slowest, sharing)
             rows.append(of_ranks)
+
         return np.array(rows)
 
     def _of_ranks(self, rates: Sequence[float]) -> Floats:
@@ -222,6 +224,7 @@ class Topology:
             rate = level.bandwidth_bytes_per_s * float(np.min(self.shared_ratio(number, ranks)))
             slowest = max(slowest, (outer - inner) / degree * sharing / rate)
             inner = outer
+
         return replace(link, all_reduce_bandwidth_bytes_per_s=(degree - 1) / degree / slowest)
 
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
@@ -235,6 +238,7 @@ class Topology:
             if rate is None:
                 return None
             rates.append(rate * float(np.min(self.shared_ratio(number, ranks))))
+
         latency_s, share, wait_s = (
             # waits are known of sums alone
             max(getattr(level, f"{what}_{name}", None) or 0.0 for level in levels)
@@ -454,6 +458,7 @@ class Placement:
             seconds = loads.add_transfer(self.ranks[source], self.ranks[target], exchange)
             halves[source] += seconds / 2
             halves[target] += seconds / 2
+
         return loads, halves
 
     def add_shared(self, busy: Sequence[Busy], loads: Loads, times: int) -> None:

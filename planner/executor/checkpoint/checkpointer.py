@@ -177,6 +177,7 @@ class Checkpointer(Keeper):
             part = replace(part, parts=parts)
         except OSError as cause:
             part = replace(part, problem=f"worker {self._rank}: {cause.strerror or cause}")
+
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:
@@ -184,6 +185,7 @@ class Checkpointer(Keeper):
             self._complete(
                 minibatch, folder, [WorkerPart.model_validate_json(reply) for reply in replies]
             )
+
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
@@ -209,6 +211,7 @@ class Checkpointer(Keeper):
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
                 self._take_folder(self._probe(token))
+
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
             self._check_shared(self._probe(token))
@@ -245,6 +248,7 @@ class Checkpointer(Keeper):
                     hint="choose a `folder` on a file system that all hosts share",
                 )
             time.sleep(0.2)
+
         dist.barrier(self._group)  # all have looked before the probe goes
         if self._rank == 0:
             probe.rmdir()
@@ -266,6 +270,7 @@ class Checkpointer(Keeper):
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:
                 self._problem = cause.message
+
         if self._problem is None:
             folders.prune(self.folder, self._job.checkpoints.keep)
         else:
@@ -329,6 +334,7 @@ def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
             )
             raise InputError(problem, hint="resume with the data that the run began with")
         return index.minibatch
+
     if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:
         return -(-index.minibatch * index.minibatch_size // data.minibatch_size)
     epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)

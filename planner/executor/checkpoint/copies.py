@@ -83,6 +83,7 @@ class Copies(Keeper):
             self.events = (*self.events, line)
             if self._rank == 0:
                 _log.warning("%s", line)
+
         if self._memory.leads:
             self._memory.note(replace(self._recovery.start, first=first, events=self.events))
         return super().begin(first, Past.model_validate_json(text))
@@ -102,6 +103,7 @@ class Copies(Keeper):
                 contents.append((own, self._aside(own, content)))
             if self._has_twin(own) and (content := content_of(replace(own, replica=0))) is not None:
                 twins.append((replace(own, replica=0), self._aside(own, content)))
+
         self._moved.set()
         made = (minibatch, contents, twins, self._report(losses, evaluations))
         self._thread = threading.Thread(target=self._copy, args=made, name="copies", daemon=True)
@@ -198,6 +200,7 @@ class Copies(Keeper):
             written = replace(written, parts=parts, twins=same)
         except OSError as cause:
             written = replace(written, problem=f"worker {self._rank}: {cause.strerror or cause}")
+
         reports = [
             WorkerPart.model_validate_json(text)
             for text in share(written.model_dump_json(), self._group)
@@ -209,6 +212,7 @@ class Copies(Keeper):
             allocate(folder, transfers)
         except OSError as cause:
             problem = f"worker {self._rank}: {cause.strerror or cause}"
+
         problems += filter(None, share(problem, self._group))
 
         if self._log is not None:
@@ -217,6 +221,7 @@ class Copies(Keeper):
         if problems:
             self._discard(folder, minibatch, max(problems))
             return
+
         exchange_files(folder, transfers, self._group, self._moved.set)
         dist.barrier(self._group)
         if self._log is not None:
@@ -264,6 +269,7 @@ class Copies(Keeper):
             for file in files_of(report.parts).values():
                 if (file.name, file.sha256) not in twins:
                     found.append(Transfer(file.name, file.size_bytes, sender, receiver))
+
         return found
 
     def _own_bytes(self) -> int:

@@ -118,6 +118,7 @@ class SavedCheckpoint:
                 "the plan may differ"
             )
             raise InputError(problem, hint=hint)
+
         if seed not in (None, index.seed):
             problem = f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}"
             raise InputError(problem, hint=f"resume with `seed={index.seed}` or without a seed")
@@ -149,6 +150,7 @@ def load_checkpoint(path: Path) -> SavedCheckpoint:
             f"of another",
             hint=OTHER,
         )
+
     return SavedCheckpoint(path, index)
 
 
@@ -210,6 +212,7 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
         raise InputError(
             f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`"
         )
+
     inside = complete(folder)
     if resume == AUTO:
         return inside[-1] if inside else None
@@ -221,11 +224,13 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
         raise InputError(
             problem, hint="continue that run with `resume`, or choose another `folder`"
         )
+
     if _minibatch_of(inside[-1]) > _minibatch_of(found):
         problem = f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}"
         raise InputError(
             problem, hint="remove it, or choose another `folder`: the run would overwrite it"
         )
+
     return found
 
 
@@ -273,6 +278,7 @@ def seed_of_run(
     if baseline is not None:
         problem = f"checkpoints are of plans, and `baseline={baseline}` trains without one"
         raise InputError(problem, hint="leave out `every` and `resume`")
+
     path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
     if path is None:
         return seed or 0

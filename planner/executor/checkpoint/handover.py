@@ -103,10 +103,12 @@ def hand_over(
             allocate(folder, transfers)
     except OSError as cause:
         problem = f"worker {dist.get_rank()}: {cause.strerror or cause}"
+
     problems += filter(None, share(problem, group))
     if problems or folder is None:
         held.close()
         return max(problems)
+
     moves = partial(heartbeat.enter, "fetching the state from other hosts")
     exchange_files(folder, transfers, group, moves)
     dist.barrier(group)
@@ -147,6 +149,7 @@ def _written(folder: Path | None, stages: Sequence[Restorable]) -> WorkerPart:
                 parts.append(write_part(folder, own, content))
     except OSError as cause:
         return replace(nothing, problem=f"worker {rank}: {cause.strerror or cause}")
+
     return replace(nothing, parts=tuple(parts))
 
 

@@ -114,6 +114,7 @@ class HostMemory:
         except OSError as cause:
             problem = f"copies cannot be kept in '{self.folder.parent}': {cause.strerror or cause}"
             raise InputError(problem, hint="name another folder with `copy_folder`") from None
+
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.geteuid():
             hint = "name another folder with `copy_folder`, in which other users cannot write"
             raise InputError(
@@ -214,6 +215,7 @@ def note_fault(job: Job, message: str) -> None:
         memory.make()
     except InputError:  # the message says so
         return
+
     last = memory.read(Start)
     noted = memory.read(Fault)
     start = -1 if last is None else last.number
@@ -271,6 +273,7 @@ def exchange_files(
                 work = dist.isend(piece, each.receiver, group, tag)
                 assert work is not None
                 sent.append(work)
+
     for tag, each in enumerate(transfers):
         if each.receiver == rank:
             hidden = folder / f".{each.file}"
@@ -281,6 +284,7 @@ def exchange_files(
                 dist.recv(piece, each.sender, group, tag)
                 moved()
             hidden.rename(folder / each.file)
+
     for work in sent:
         work.wait()
         moved()

@@ -183,6 +183,7 @@ def await_holders(
     if known is not None and newer is not None:
         known.give_up(newer)
         lacking = f"{newer}, was waited for in vain"
+
     return share(lacking, group)[0]
 
 

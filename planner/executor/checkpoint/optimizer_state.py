@@ -58,6 +58,7 @@ def to_json(value: Any, place: str) -> Any:
             # its digits.
             dtype = str(value.dtype).removeprefix("torch.")
             return {"tensor": [dtype, list(value.shape), to_json(value.item(), place)]}
+
     problem = f"{place} is a {type(value).__name__}, which a checkpoint cannot hold"
     raise InputError(problem, hint="it holds numbers, strings, tuples, lists, dicts and tensors")
 
@@ -83,6 +84,7 @@ def from_json(value: Any) -> Any:
             getattr(torch, dtype, None), torch.dtype
         ):
             return torch.tensor(from_json(item), dtype=getattr(torch, dtype)).reshape(shape)
+
     raise ValueError(f"{value!r} is not a value of a checkpoint")
 
 
@@ -236,6 +238,7 @@ def _saved_state(
                 tensors[key] = division.whole(name, value)
     else:
         part = _part_of(stepped.shard, tensors, _slice_of(name, division))
+
     return ParameterState(tensors=tuple(tensors), values=values, part=part), tensors
 
 
@@ -308,6 +311,7 @@ def give_state(
             if state:
                 shard = stepped.shard
                 packed["state"][stepped.number] = state if shard is None else divided(state, shard)
+
     optimizer.load_state_dict(packed)
 
 
@@ -347,6 +351,7 @@ def _collected(
             if state.part is None or (parts and parts[-1][1].part is None):
                 parts.clear()
             parts.append((name, state))
+
     return collected
 
 
@@ -426,6 +431,7 @@ def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence
     for part in sorted((part for part, _ in parts), key=lambda part: part.start):
         if part.start <= end:
             end = max(end, part.stop)
+
     if end < elements:
         problem = (
             f"the checkpoint has the optimizer's state of only some elements of '{name}': "
@@ -497,6 +503,7 @@ def rescale_rates(state: dict[str, Any], ratio: float) -> dict[str, Any]:
             scaled[key] = [rate * ratio for rate in value]
         elif key == "_schedulers":  # SequentialLR and ChainedScheduler hold others
             scaled[key] = [rescale_rates(inner, ratio) for inner in value]
+
     return scaled
 
 
@@ -518,4 +525,5 @@ def _common(names: Sequence[str], hyperparameters: Mapping[str, dict[str, Any]])
                     f"are a group",
                     hint="resume with a plan that cuts the model as before, or with other groups",
                 )
+
     return hyperparameters[first]

@@ -56,6 +56,7 @@ class Pretrained:
         for name, tensor in state.items():
             if isinstance(tensor, Tensor):  # and no extra state of a module
                 names.setdefault(tensor, []).append(name)
+
         sources: dict[str, str] = {}
         for tensor, tied in names.items():
             wanted = tied
@@ -86,6 +87,7 @@ class Pretrained:
             if present:
                 # As load_state_dict does, which reads one name after the other, the last wins.
                 sources |= dict.fromkeys(tied, present[-1])
+
         unknown = next((name for name in self._shapes if name not in state), None)
         if self._name_in_file is None and unknown is not None:
             problem = f"'{self._files[unknown]}' has '{unknown}', which the model does not have"
@@ -94,6 +96,7 @@ class Pretrained:
                 "from pretrained()"
             )
             raise InputError(problem, hint=f"are these the weights of this model? {hint}")
+
         return sources
 
     def fill(self, model: nn.Module, names: Collection[str]) -> None:
@@ -121,10 +124,12 @@ def _files(path: Path) -> list[Path]:
             raise InputError(
                 f"'{index}' is no index of safetensors files", hint='it has a "weight_map"'
             ) from None
+
     if path.suffix == SUFFIX and path.is_file():
         found = [path]
     else:
         found = sorted(path.glob(f"*{SUFFIX}"))
+
     if not found:
         hint = (
             "weights are read from safetensors files alone: "
@@ -133,6 +138,7 @@ def _files(path: Path) -> list[Path]:
         raise InputError(
             f"there are no pretrained weights in safetensors files at '{path}'", hint=hint
         )
+
     if path / SINGLE not in found:
         return found
     return [path / SINGLE]

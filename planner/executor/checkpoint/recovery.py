@@ -121,6 +121,7 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
         first = saved.index.minibatch
         if known is not None:
             known.tell(memory)
+
     start, what, since_s = _history(hosts.values(), first, maker, counted)
     what = "; ".join(filter(None, (what, lacking)))
     dist.barrier(group)
@@ -148,6 +149,7 @@ def _share_held(memory: HostMemory, known: KnownCopies | None, group: dist.Proce
         if held.last is not None:
             known.tell_of_others(memory, held.last)
         own = held.model_dump_json()
+
     return {
         rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text
     }

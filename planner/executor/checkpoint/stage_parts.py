@@ -78,6 +78,7 @@ def content_of(own: Restorable) -> Content | None:
     if not first:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
+
     optimizer = None
     tensors = dict[str, Tensor]()
     if own.optimizer is not None and (
@@ -86,11 +87,13 @@ def content_of(own: Restorable) -> Content | None:
         optimizer, tensors = take_state(
             own.optimizer, own.module, own.learning_rate_factor, own.sharding
         )
+
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
     leads = divided_weights(own.module).is_first_rank
     if not leads:
         weights = {}
         optimizer = optimizer if tensors else None
+
     stateful = own.extras if first and leads else {}
     extras = {
         name: to_json(each.state_dict(), f"the state of the {name}")
@@ -144,6 +147,7 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         else:
             first[key] = name
             tensors[name] = tensor
+
     return tensors, aliases
 
 
@@ -196,6 +200,7 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
             ):
                 shard.stepped.copy_(shard.cut_from(part.to(shard.stepped)))
             missing.remove(name)
+
     if missing:
         raise InputError(
             f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has",
@@ -270,6 +275,7 @@ def _extra_state(
             f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now"
         )
         raise InputError(problem, hint="give the model file what the run began with")
+
     state: dict[str, Any] = from_json(found[0].extras[name])
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
@@ -278,4 +284,5 @@ def _extra_state(
             f"optimizer {groups}"
         )
         raise InputError(problem, hint=SAME_OPTIMIZER)
+
     return state, 1.0 if found[0].optimizer is None else found[0].optimizer.learning_rate_factor

@@ -55,6 +55,7 @@ class StayingStage:
         with torch.no_grad():
             for name, tensor in own.module.state_dict(keep_vars=True).items():
                 own_memory(tensor).copy_(self.weights[name])
+
         if own.optimizer is None:
             return
 
@@ -82,6 +83,7 @@ def staying_stages(before: Plan, after: Plan) -> dict[int, int]:
         if new is None or _shards(before, number) or _shards(after, new):
             continue
         found[number] = new
+
     return found
 
 
@@ -99,6 +101,7 @@ def take_staying(
             others.append(own)
             continue
         staying[new[own.stage]] = StayingStage.of(own)
+
     return staying, others
 
 

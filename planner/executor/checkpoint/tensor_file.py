@@ -117,6 +117,7 @@ def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> 
             "shape": fact.shape,
             "data_offsets": [start, end],
         }
+
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data, too, begins at a multiple of 8 bytes
     sha = hashlib.sha256()
@@ -138,6 +139,7 @@ def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> 
                     synced = size
         file.flush()
         os.fsync(file.fileno())
+
     names = tuple(fact.name for fact in facts)
     return TensorFile(name=path.name, size_bytes=size, sha256=sha.hexdigest(), tensors=names)
 
@@ -202,14 +204,17 @@ def _difference(path: Path, expected: TensorFile) -> str | None:
         while piece := file.read(_PIECE_BYTES):
             sha.update(piece)
             size += len(piece)
+
     if size != expected.size_bytes:
         return (
             f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or "
             f"not the same file"
         )
+
     if sha.hexdigest() != expected.sha256:
         return (
             f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… "
             f"was written"
         )
+
     return None

@@ -95,6 +95,7 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
         return write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
         problem = f"the weights cannot be written to '{path}': {cause}"
+
     for folder_here in (tempfile.gettempdir, Path.home, Path.cwd):
         with suppress(OSError, RuntimeError):  # the next folder
             folder = Path(folder_here())  # none, where no folder for temporary files takes any
@@ -104,6 +105,7 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
                 raise PlannerError(
                     f"{problem}; they are in '{rescued}'", hint="move them to where they belong"
                 )
+
     raise PlannerError(
         f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint"
     )
@@ -125,6 +127,7 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
     with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         check_regular(path)
         state = torch.load(path, weights_only=True, map_location="cpu")
+
     if not isinstance(state, dict) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
@@ -133,6 +136,7 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
             "`save_weights`"
         )
         raise InputError(f"'{path}' is no complete file of tensors", hint=hint)
+
     return state
 
 
@@ -160,6 +164,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         else:
             continue
         raise InputError(problem, hint="build the model as the model file did when it was trained")
+
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(saved[name])

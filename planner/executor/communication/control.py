@@ -76,12 +76,14 @@ def gather_bytes(
         dist.send(size, root, group)
         dist.send(mine, root, group)
         return []
+
     parts = [content]
     for rank in others:
         dist.recv(size, rank, group)
         part = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(part, rank, group)
         parts.append(part.numpy().tobytes()[:-1])
+
     return parts
 
 

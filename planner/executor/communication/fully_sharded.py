@@ -75,6 +75,7 @@ class FullSharding(Sharding):
                 f"PyTorch {torch.__version__}"
             )
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
+
         self._stage = stage
         self._shards_weights = shards_weights
         self._groups = groups
@@ -92,6 +93,7 @@ class FullSharding(Sharding):
                 f"see some of them whole"
             )
             raise PlanError(problem, hint=_HINT)
+
         names = {parameter: name for name, parameter in self._stage.named_parameters()}
         # Half precision, of what has masters.
         self._stage.used_dtypes = {
@@ -102,6 +104,7 @@ class FullSharding(Sharding):
         except (ValueError, NotImplementedError) as cause:
             problem = f"PyTorch's fully_shard does not shard these weights: {first_line(cause)}"
             raise PlanError(problem, hint=_HINT) from cause
+
         now = dict(self._stage.named_parameters())
         for parameter in now.values():
             rows = own_rows(parameter)
@@ -110,6 +113,7 @@ class FullSharding(Sharding):
                 self.shards[parameter] = _Rows(
                     parameter, rows.start * width, rows.stop * width, whole=False
                 )
+
         self.step_shards(optimizer, {parameter: now[name] for parameter, name in names.items()})
 
     def _divide_stage(self) -> None:
@@ -135,6 +139,7 @@ class FullSharding(Sharding):
             own = {self._stage.get_parameter(name) for name in names} - single
             if own:
                 self._apply(unit, own, half)
+
         for module in modules.values():
             units.whole.hold(module)
 
@@ -146,6 +151,7 @@ class FullSharding(Sharding):
             raise ValueError(
                 f"of those that run together some have masters of {half}, and some are in float32"
             )
+
         self._apply(units.whole, rest, None if rest & single else half)
 
     def _apply(self, unit: Unit, own: Collection[nn.Parameter], half: torch.dtype | None) -> None:
@@ -153,6 +159,7 @@ class FullSharding(Sharding):
             raise ValueError(
                 f"those that run together are {' and '.join(sorted(map(str, dtypes)))}"
             )
+
         others = set(self._stage.parameters()).difference(own)
         policy = MixedPrecisionPolicy(
             half, None if half is None else torch.float32, cast_forward_inputs=False

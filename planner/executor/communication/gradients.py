@@ -92,6 +92,7 @@ class WholeBucket(Bucket):
         for index in self._missing:
             views[index].zero_()
             present[index] = 0
+
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def _sums(self) -> tuple[Tensor, Tensor]:
@@ -189,4 +190,5 @@ def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
             size = 0
         found[-1].append(parameter)
         size += parameter.nbytes
+
     return found

@@ -63,6 +63,7 @@ class Later:
         if not self._asynchronous:
             reader(value)
             return
+
         slot = self._free.pop()
         place = slot.place(value)
         place.copy_(value, non_blocking=True)

@@ -89,6 +89,7 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
         turns[lane] = turn
         taken[lane.sender].add(turn)
         taken[lane.receiver].add(turn)
+
     return sorted(found, key=lambda lane: (turns[lane], lane))
 
 
@@ -169,6 +170,7 @@ class End:
             self.peer = lane.sender
         else:
             self.peer = lane.receiver
+
         self._place = dist.get_group_rank(group, self.peer)
         self.sent: deque[tuple[dist.Work, Outgoing]] = deque()
         self.begin()
@@ -297,6 +299,7 @@ class Links(ABC):
                 n: value.detach() for n, value in own.items()
             }
             return
+
         sends = self._groups.copies(send, self._rank)
         ends = list(map(self._end, sends))
         # before messages are packed, so that these take the memory of some that have left
@@ -305,6 +308,7 @@ class Links(ABC):
                 end,
                 self._rounds(send.stage) + self._rounds_more if end.lane.shared else self._most - 1,
             )
+
         self._start(sends, [(end, self._packed(send, end, values)) for end in ends])
 
     def drain(self) -> None:
@@ -360,6 +364,7 @@ class Links(ABC):
             message = Outgoing(
                 layout, self._place.wire, None if message is None else message.memory
             )
+
         end.left = None
         message.fill(send.unit, values)
         return message
@@ -403,6 +408,7 @@ class GlooLinks(Links):
             posted = end.posted.popleft()
         else:
             posted = self._post(end.passed.popleft() if end.passed else receive, end)
+
         assert posted.receive == receive, (posted.receive, receive)
         # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay
         # the computation.

@@ -88,6 +88,7 @@ def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS[
         coding = coding_of(own, size, spec.dtype)
         slots.append(Slot(spec, spec.shape(extent), spec.wire_shape(extent), start, coding))
         start += -(-own.size_bytes(size, spec.dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
+
     described = [
         (slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order, slot.coding)
         for slot in slots
@@ -246,6 +247,7 @@ class Layouts:
         if isinstance(extent, tuple) and extent[1:] != self._longest:
             longest = layout_of(specs, (extent[0], *self._longest), self._codec)
             layout = replace(layout, room_bytes=longest.size_bytes)
+
         return layout
 
     def _of_gradients(self, specs: Sequence[ValueSpec]) -> list[ValueSpec]:

@@ -115,6 +115,7 @@ class NCCLLinks(Links):
             if not self._posted:
                 self._post(receive)
             posted = self._posted.popleft()
+
         assert posted.receive == receive, (posted.receive, receive)
         posted.wait()
         self._later.read(header(posted.buffer), posted.later_check())
@@ -139,6 +140,7 @@ class NCCLLinks(Links):
             if more and isinstance(each, Send) and isinstance(run[-1], Receive):
                 break
             run += (message for message in more if message.peer_rank != self._rank)
+
         return run
 
     def _post(self, first: Receive | None = None) -> None:
@@ -176,6 +178,7 @@ class NCCLLinks(Links):
             buffer = kept
         else:
             buffer = self._fresh(size)
+
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its
         # memory.
         return buffer, None if end.lane.shared else self._allocated(size)

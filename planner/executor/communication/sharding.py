@@ -75,6 +75,7 @@ def divide(
             stop = min(first + size, end)
             if start < stop:
                 pieces.append(Piece(index, owner, start - first, stop - first, start - begin))
+
     return pieces, max(end - begin for begin, end in pairwise(bounds))
 
 
@@ -90,6 +91,7 @@ def _bounds(starts: Sequence[int], total: int, replicas: int, whole: Collection[
         for owner, bound in enumerate(bounds):
             if first < bound < last:
                 bounds[owner] = first if bound - first < last - bound else last
+
     return bounds
 
 
@@ -159,6 +161,7 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
                 f"shape {tuple(value.shape)}, which its stage's replicas cannot shard",
                 hint="solve again with `shard_optimizer=never`",
             )
+
     return found
 
 
@@ -277,6 +280,7 @@ class Sharding:
         for parameter in parameters:
             if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
         self._shared = list(shared)
         self._alone = [parameter for parameter in parameters if parameter not in set(self._shared)]
         self._replica = replica
@@ -368,6 +372,7 @@ class Sharding:
         for shard in self.shards.values():
             if not shard.is_master:
                 shard.stepped.data = shard.cut_from(shard.parameter.data)
+
         step()
         halves = [shard.cut_from(shard.parameter.data) for shard in masters]
         copy_all(halves, [shard.stepped.data for shard in masters])
@@ -380,6 +385,7 @@ class Sharding:
         for bucket, wait in under_way:
             wait()
             bucket.store_weights()
+
         self.note("finishing its update", False)
 
 

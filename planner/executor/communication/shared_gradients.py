@@ -32,6 +32,7 @@ class SharedGradients:
         for pair, names in pairs.items():
             if stage in pair:
                 shared.update(names)
+
         self._stages: dict[str, list[int]] = {}  # that hold each parameter, in order
         for name in sorted(shared):
             holding = [pair for pair, names in pairs.items() if name in names]
@@ -99,6 +100,7 @@ class SharedGradients:
                 # A view of a bucket that is kept for later rounds would keep the whole bucket.
                 is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
                 own[name] = gradient.detach().clone() if is_view else gradient.detach()
+
         return held[self._stage]
 
 

@@ -78,6 +78,7 @@ class BusyTime:
                     span.instruction if span.began.query() else span.waits or span.instruction,
                 )
             passed += 1
+
         return passed, None if start is None or start.query() else self.waits or self._instruction
 
     def flush(self) -> None:

@@ -93,6 +93,7 @@ def steady_state(
     if len(completions) < start_up + drain + 4 * per_round:
         start_up = per_round
         drain = 0
+
     first = max(per_round, -(-start_up // per_round) * per_round) - 1
     rounds = (len(completions) - drain - 1 - first) // per_round
     begin = completions[first]

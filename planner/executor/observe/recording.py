@@ -151,6 +151,7 @@ def gather_timeline(
     for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
         if part["held"]:
             memory.append(_memory_curve(rank, part["held"], offset - start_s))
+
     return Timeline.of_plan(
         plan,
         "measured",
@@ -191,6 +192,7 @@ def clock_offsets() -> Sequence[float]:
             dist.recv(here, 0, group)
             dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), 0, group)
         return []
+
     offsets = [0.0]
     for rank in range(1, dist.get_world_size()):
         trips = []
@@ -202,4 +204,5 @@ def clock_offsets() -> Sequence[float]:
             trips.append((answered - asked, (asked + answered) / 2 - float(here)))
         trip, offset = min(trips)
         offsets.append(offset if abs(offset) > trip / 2 else 0.0)
+
     return offsets

@@ -84,6 +84,7 @@ class RunLog:
                 _log.warning(
                     "the losses before the restart cannot be read from '%s': %s", self._path, cause
                 )
+
         # later checkpoints were never completed
         entries = [entry for entry in entries if entry.minibatch <= first]
         # of a process that ended while it wrote
@@ -125,5 +126,6 @@ class RunLog:
             file.flush()
             os.fsync(file.fileno())
             self._size = file.tell()
+
         self._losses.clear()
         self._evaluations.clear()

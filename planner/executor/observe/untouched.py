@@ -68,6 +68,7 @@ class TrainedState:
                     # Each worker has an optimizer of several, if it has several stages.
                     key = f"`{name}` {place}"
                     state[key] = (state.get(key), _hyperparameter(name, value))
+
         return state
 
 

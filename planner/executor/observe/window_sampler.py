@@ -119,6 +119,7 @@ class WindowSampler:
                 seconds=now_s - self._began_s,
             )
             self._hand_over(notes)
+
         self._first = minibatch
         self._end = (minibatch // self.window + 1) * self.window
         self._began_s = now_s

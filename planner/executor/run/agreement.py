@@ -58,6 +58,7 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
             hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of "
             f"srun",
         )
+
     torch.set_num_threads(job.plan.device.threads or 1)
     keep_failures_ours()
     set_gpu_variables()
@@ -89,6 +90,7 @@ def joined(job: Job, heartbeat: Heartbeat, supervisor: Supervisor) -> Iterator[N
         if joins:
             abort_groups()
         raise
+
     if joins:
         dist.destroy_process_group()
 
@@ -122,6 +124,7 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
             f"right? To train on CPUs, "
             "profile the model with `device=cpu` and solve again",
         )
+
     place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
     if place.kind != "cpu":
         check_gpus(job.plan, seats)
@@ -129,12 +132,14 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     if measured not in (None, place.backend) and os.environ["RANK"] == "0":
         text = "the links were measured over %s, and messages go over %s: predictions may not hold"
         _log.warning(text, measured, place.backend)
+
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" and os.environ["RANK"] == "0":
         _log.warning(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first, which takes 0.2 to 0.3 "
             "ms per rank of its "
             "group: training is slower than predicted; hint: unset it, or say INFO"
         )
+
     take(place)
     planned = numerics_of(job.plan)
     replace(planned, deterministic=planned.deterministic or job.options.deterministic).set()
@@ -158,6 +163,7 @@ def device_kind(job: Job) -> DeviceType | None:
             hint=f"profile the model with `device={job.device}` and solve again, or leave out "
             f"`device`",
         )
+
     return planned
 
 
@@ -188,6 +194,7 @@ def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
         groups = [seat.rank // size for seat in seats]
         if len(set(groups)) == len(set(hosts)) == len(set(zip(groups, hosts, strict=True))):
             return
+
     started = Counter(hosts)
     raise PlanError(
         f"the plan is for {'x'.join(map(str, sizes))} GPUs, with {sizes[0]} consecutive workers "
@@ -261,9 +268,11 @@ def same_for_all(job: Job) -> dict[str, str]:
     if file is not None:
         digest = hashlib.blake2b(file.read_bytes(), digest_size=7).hexdigest()
         same["schedule"] = f"the schedule '{job.plan.schedule}' of a file of digest {digest}"
+
     for name, value in job.model_dump(mode="json", exclude=own).items():
         fields = value if isinstance(value, dict) else {name: value}
         same |= {field: f"`{field}={content}`" for field, content in fields.items()}
+
     return same
 
 

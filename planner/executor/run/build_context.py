@@ -97,6 +97,7 @@ def pipeline_context(
     if is_left_out:
         built, measured = _without_stages(built)
         measured.to(place.compute)
+
     check_separate(spec, job.plan, built.trained, built.parts, place.compute)
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
@@ -116,6 +117,7 @@ def pipeline_context(
         data = ComparedBatches(
             divided_data(data, job.plan, built, lasting, rank, tensor), comparison
         )
+
     check_sizes(built.training.values(), data.last_sizes, built.other_sizes, lasting)
 
     shape = replace(
@@ -251,6 +253,7 @@ def _with_optimizers(
             whole=built.trained,
         )
         stages[number] = HeldStage(number, module, optimizer, shared)
+
     return stages
 
 
@@ -344,6 +347,7 @@ def full_sharding(
             problem,
             hint="leave out `backend`, with a GPU for each worker; or solve without such stages",
         )
+
     return FullSharding(
         module, groups, place.compute, shards_weights=stage.shards_weights, alike=alike
     )

@@ -134,6 +134,7 @@ class SharedCalls:
             # All ranks are here, and have the same table.
             texts = share(json.dumps(list(digests)), self._group)
             return _other_evaluation(rows, [json.loads(text) for text in texts])
+
         return _other_minibatch(rows)
 
 
@@ -185,6 +186,7 @@ def _other_evaluation(rows: Sequence[Row], digests: Sequence[Sequence[int]]) -> 
                 f"on all ranks"
             )
             return InputError(f"{what}: {_given_others(others)}", hint=_SAME_BATCHES)
+
     others = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
     return InputError(
         f"evaluate() was given {lengths[others[0]]} batches on {ranks_in_words(others)}, and "

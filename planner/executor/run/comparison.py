@@ -125,6 +125,7 @@ class ComparedBatches(ChangedBatches):
             self._comparison.check(
                 f"microbatch {same.microbatch} of minibatch {same.minibatch}", batch
             )
+
         return batch
 
     def size(self, unit: Unit) -> int:

@@ -166,6 +166,7 @@ class PipelineContext:
             # the allocator of pinned memory keeps it, too
             held = [batch.pinned(compute) for _ in range(copies)]
             del held
+
         # Others were run before; these run together.
         if self.tensor is not None or self.plan.stages[0].shards_gradients:
             self.run_once((stage.module for stage in self.stages.values()), self.sizes)

@@ -87,6 +87,7 @@ class Extents:
             for held, most in ((self._batches, self._kept), (self._found, _SIZES)):
                 if len(held) > most:
                     del held[next(iter(held))]
+
         return self._batches[unit]
 
     def of(self, unit: Unit) -> Extent:
@@ -231,6 +232,7 @@ class DatasetBatches(BatchSource):
             sampler = self._sampler = (
                 None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
             )
+
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
@@ -244,6 +246,7 @@ class DatasetBatches(BatchSource):
                 hint="profile with a smaller `batch_size`"
                 + (", or train without `drop_last`" if drop_last else ""),
             )
+
         self._epoch = -1
         self._order: list[int] = []
 
@@ -284,6 +287,7 @@ class DatasetBatches(BatchSource):
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             found: list[int] = torch.randperm(self.samples, generator=generator).tolist()
             return found
+
         if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)
         order = self._sampled(epoch)
@@ -300,6 +304,7 @@ class DatasetBatches(BatchSource):
                 "generator, which is seeded "
                 "for each epoch",
             )
+
         return order
 
     def _sampled(self, epoch: int) -> list[int]:
@@ -351,6 +356,7 @@ class RandomBatches(BatchSource):
             with seeded(self._seed * 1_000_003 + which):
                 made = self._example_batch(self.size(unit))
             self._made[which] = made.pinned(self.device)
+
         return self._made[which]
 
     def minibatch_size(self, minibatch: int) -> int:
@@ -676,6 +682,7 @@ class FedBatches(BatchSource):
                     f"{counted(part.size, 'sample')}: {problem}",
                     hint="leave it out, as DataLoader(..., drop_last=True) does",
                 )
+
         self._fed[self.count] = batch.size, parts, self._shares_of(parts)
         self._fed.pop(self.count - self._kept, None)
         self.count += 1
@@ -722,5 +729,6 @@ class FedEvaluation(EvaluationData):
                     f"{most} {self._size}",
                     hint="make the batches of the evaluation as large as the plan's microbatches",
                 )
+
         self.batches = taken
         self.sizes = [batch.size for batch in taken]

@@ -150,6 +150,7 @@ class DriftWatch:
         if self._judge is not None and self._options.profile is not None:
             # A run that may move has one ready; others ask seldom; nothing waits for them.
             self._solver = SolverProcess(self._options.profile, ready=listener is not None)
+
         self._thread = threading.Thread(target=self._run, name="drift watch", daemon=True)
         self._thread.start()
 
@@ -211,6 +212,7 @@ class DriftWatch:
             notes = self._queue.get(timeout=_LOOKS_EVERY_S if self._due else None)
         except queue.Empty:
             return
+
         if notes is None:
             return
         if isinstance(notes, LeftOut):
@@ -218,6 +220,7 @@ class DriftWatch:
         else:
             told = Told.of(notes)
             self._store.set(self._key(self._rank, notes.number), told.model_dump_json())
+
         if self._judge is not None:
             self._due.append(notes.number)
 
@@ -298,6 +301,7 @@ class DriftWatch:
                 news[rank] = told.ratio
                 self._left_out[rank] = told.ratio
             self._told_last[rank] = told.number
+
         return news
 
     def _tell_all(self, drift: Drift) -> None:

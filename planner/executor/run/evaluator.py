@@ -73,6 +73,7 @@ class MessagesUnderWay:
                     self._sent[do.matching_receive(instruction, rank)] = None
                 elif isinstance(instruction, Receive) and rank == self._rank:
                     taken.append(instruction)
+
         for receive in taken:
             self._sent.pop(receive, None)
         self._point = point
@@ -110,6 +111,7 @@ class Evaluator:
                 share_buffers(module, context.stages[number].module)
             else:
                 separate_buffers(module)
+
         fixed = self._stages.batch_size
         self._data = data or _evaluation_batches(context, fixed)
         self._items = None
@@ -204,6 +206,7 @@ class Evaluator:
                 case do.SendActivation(stage=stage, peer_stage=target):
                     names = [spec.name for spec in self._stages.transfers[stage, target]]
                     self._links.send(instruction, {name: values[name] for name in names})
+
         return totals, ran
 
     def _forward(
@@ -258,6 +261,7 @@ class Evaluator:
         with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
             for _ in range(-(-len(self._data.sizes) // self._shape.replicas[0]) - ran):
                 self._stages.modules[0](self._data.batch(Unit(0)).to(compute), {})
+
         sharding.part_with_weights()
 
     def _sums(
@@ -279,6 +283,7 @@ class Evaluator:
                     self._stages.output(known, batch), batch.target
                 )
             found |= {name: value * samples for name, value in metrics.items()}
+
         return found
 
     def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:

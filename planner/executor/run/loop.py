@@ -80,6 +80,7 @@ class Groups:
             group = context.groups.for_collectives(ranks)
             if context.tensor is not None and context.rank in ranks:
                 context.tensor.connect(group, context.place.compute)
+
         replicas = {}
         # Stages whose groups are smaller than others come several times, once for each place in
         # larger groups.
@@ -89,6 +90,7 @@ class Groups:
             made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
+
         sums = replicas
         if context.job.plan.divides_sequences:
             sums = _groups_of_sequences(context)
@@ -107,6 +109,7 @@ def _groups_of_sequences(context: PipelineContext) -> dict[int, dist.ProcessGrou
             made[ranks] = context.groups.for_collectives(ranks)
         if context.rank in ranks:
             groups[index] = made[ranks]
+
     return groups
 
 
@@ -364,5 +367,6 @@ def save_weights(context: PipelineContext, path: Path) -> None:
         if first or context.plan.stages[number].shards_gradients:
             found = whole_state(stage.module, kept=first)
             state |= found if first else {}
+
     context.heartbeat.enter("writing the weights", meeting=True)
     save_gathered(state if context.leads_tensor_group else {}, path)

@@ -127,6 +127,7 @@ class LossCheck:
             self._units = list(units_of(unit.minibatch))
             self._compared = frozenset(self._units)
             self._kept.clear()
+
         if batch is None or unit not in self._compared:
             return
         try:
@@ -193,6 +194,7 @@ class LossCheck:
                 (batch, leaves), loss.dtype
             ):
                 return
+
             raise ModelFileError(
                 f"minibatch {minibatch}: {self._spec.place('loss')} gives {eager:.6g} for the "
                 f"model's output, and as "
@@ -247,6 +249,7 @@ class LossCheck:
             _log.debug("the loss does not run in float64: %s", cause)
             tolerance = max(_SAME_IN_FLOAT32, self._tolerance())
             numbers = self._losses(whole, parts, shares)
+
         undivided, divided, scale = numbers.tolist()
         if _differ(divided, undivided, scale, tolerance):
             raise ModelFileError(
@@ -289,6 +292,7 @@ class LossCheck:
             for seed in (0, 1, 0):
                 torch.manual_seed(seed)
                 values.append(float(self._value(leaves, batch)))
+
         first, other, again = values
         return first != other and first == again
 
@@ -367,5 +371,6 @@ def _joined(batches: Sequence[Batch]) -> Batch | None:
                 return None
             first = torch.cat(list(column))
         leaves.append(first)
+
     _, structure = batches[0].flatten()
     return Batch(*structure.unflatten(leaves))

@@ -142,6 +142,7 @@ class Pipeline:
                 "WORLD_SIZE",
                 hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
             )
+
         self.plan = plan
         self._job = job
         self._spec = spec
@@ -199,6 +200,7 @@ class Pipeline:
             dist.barrier(control_group())
             heartbeat.leave_to_script()
             self._group = entering.pop_all()
+
         return self
 
     def __exit__(
@@ -211,6 +213,7 @@ class Pipeline:
         if error is not None and not isinstance(error, SystemExit):
             self._group.__exit__(kind, error, trace)
             return
+
         with self._group:  # which is told of a failure here as well
             self._calls.agree(Call.END, self._data.count)
             if error is not None:  # all scripts end here, and drop what is in flight
@@ -245,6 +248,7 @@ class Pipeline:
                 f"for {size}",
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
+
         check_labels(minibatch, self._context.loss, self._spec.origin)
         with self._called():
             self._calls.announce(
@@ -258,6 +262,7 @@ class Pipeline:
                 self._data.count, self._unread, before_update=self._calls.compare
             )
             self._share_losses()
+
         return self._losses.newest
 
     def drain(self) -> float | None:
@@ -365,6 +370,7 @@ class Pipeline:
                 "this pipeline was made without stages for evaluation",
                 hint="make it with planner.pipeline(..., evaluates=True)",
             )
+
         self._evaluated.feed(batches)
         fed = self._evaluated.batches
         with self._called():
@@ -375,6 +381,7 @@ class Pipeline:
             found = self._loop.evaluate(self._data.count)
             self._context.heartbeat.enter("sharing the evaluation", meeting=True)
             texts = share("" if found is None else found.model_dump_json(), control_group())
+
         return Evaluation.model_validate_json(next(filter(None, texts)))
 
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -398,6 +405,7 @@ class Pipeline:
                 self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
                 self._checkpoints.begin(self._data.count)
             self._checkpoints.save(self._data.count)
+
         self._checkpoints.check_last()
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -415,6 +423,7 @@ class Pipeline:
                 f"a checkpoint cannot be loaded after {self._data.count} minibatches",
                 hint="load it before the first step",
             )
+
         with self._called(Call.LOAD_CHECKPOINT):
             found = make_checkpointer(
                 self._context, CheckpointOptions(resume=str(path)), per_epoch=None
@@ -423,6 +432,7 @@ class Pipeline:
             self._resumed = str(found.resumed_from)
             self._data.count = first
             self._loop.begin(first)
+
         return first
 
     def save_weights(self, path: str | Path) -> None:
@@ -502,6 +512,7 @@ def pipeline(
         raise InputError(
             f"hang_timeout={hang_timeout} is no time to wait", hint="give seconds, more than 0"
         )
+
     job = Job(
         model=spec.origin,
         plan=plan,

@@ -69,6 +69,7 @@ class PlanPart:
                 context.place.compute,
                 self.peak.now_bytes,
             )
+
         self._watch = watch_of(context, replanner)
         self._drift_before: tuple[Drift, ...] = ()
         # Who is told of updates has them read from the device, so only where somebody is.
@@ -92,6 +93,7 @@ class PlanPart:
         if not context.stages:
             context.heartbeat.enter("measuring its device")
             self._idle = IdleDevice(context)
+
         if context.data.random:  # made at first use, random batches would count as training time
             context.heartbeat.enter("making random data")
             upcoming = _units(
@@ -99,6 +101,7 @@ class PlanPart:
             )
             for unit in islice(upcoming, MOST_RANDOM):
                 context.data.batch(unit)
+
         context.connect()
         self.peak.forget()
 
@@ -127,6 +130,7 @@ class PlanPart:
                     break
             context.heartbeat.enter("waiting for the last messages", meeting=True)
             self.loop.worker.drain()
+
         return done
 
     def finish(self) -> None:
@@ -151,6 +155,7 @@ class PlanPart:
             and (at_end or end % disk_every == 0)
         ):
             kept.checkpointer.save(end, log.losses, loop.evaluations)
+
         if kept.copies is not None and not at_end and end % context.job.elastic.copy_every == 0:
             kept.copies.save(end, log.losses, loop.evaluations)
         return end
@@ -180,6 +185,7 @@ class PlanPart:
                 return point
             self._measure_at(point)
             waits()
+
         self._replanner.await_done(end)
         return end
 

@@ -64,6 +64,7 @@ class ReadAhead(ChangedBatches):
             self._end()
         elif next(self._upcoming, None) == unit:
             return self._try(unit)
+
         self._upcoming = iter(())
         return self._source.batch(unit)
 
@@ -88,6 +89,7 @@ class ReadAhead(ChangedBatches):
                 target=self._run, args=arguments, name="prefetching", daemon=True
             )
             self._thread.start()
+
         return batch
 
     def _run(
@@ -104,6 +106,7 @@ class ReadAhead(ChangedBatches):
                         return
         except BaseException:
             pass
+
         ready.put(None)
 
     def _end(self, *, wait: bool = True) -> None:

@@ -116,6 +116,7 @@ class Replanner:
         if obstacle := self._obstacle(better):
             _log.warning("the run does not move to %s: %s", plan_words(better), obstacle)
             return
+
         assert drift.better_samples_per_s is not None
         samples = drift.planned_samples_per_s * self._plan.predicted.seconds_per_minibatch
         lasted_s = (drift.seen - drift.since) * samples / drift.measured_samples_per_s

@@ -91,6 +91,7 @@ class StageReplica:
             )
             if sharding is not None:
                 sharding.connect(replicas)
+
         self._sharding = sharding
         # Whether replicas must run equally often: those of DistributedDataParallel, and those that
         # gather weights. One without samples then runs another microbatch, which counts for
@@ -125,6 +126,7 @@ class StageReplica:
             # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
             self._ddp.require_backward_grad_sync = unit == own[-1]
+
         if self._data.size(unit) == 0 and not self._together:
             record.outputs = self._outputs_of_nothing(unit)
             return
@@ -202,6 +204,7 @@ class StageReplica:
         if self._data.size(unit) == 0 and not self._together:
             self._forget_if_done(unit, record)
             return None
+
         with self.versions.restored(unit):
             # Where the backward starts in the graph, and the gradients there; None for the loss.
             reached = [name for name in record.gradients if name in record.ends]
@@ -232,6 +235,7 @@ class StageReplica:
                 )
             elif roots:
                 torch.autograd.backward(roots, gradients)
+
         record.ends.clear()
         record.gradients.clear()
         record.loss = None
@@ -265,6 +269,7 @@ class StageReplica:
             values[SCALE] = torch.full(
                 (), self.optimizer.scaler.scale, device=self._context.place.compute
             )
+
         return values
 
     def average(self, divisor: int) -> None:
@@ -341,6 +346,7 @@ def leaves_out_weights(context: PipelineContext, module: StageModule) -> bool:
     for weight in trained:
         note = partial(lambda number, _: found.add(number), id(weight))
         hooks.append(weight.register_hook(note))  # type: ignore[no-untyped-call]
+
     context.run_once([module], [context.microbatch_size])
     for hook in hooks:
         hook.remove()

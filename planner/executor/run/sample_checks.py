@@ -69,6 +69,7 @@ class ItemChecks:
                 "same random numbers: it depends on how much was read in between",
                 hint=SAME_ITEM_HINT,
             )
+
         # Only now: a check that fails in a thread that reads ahead is done again.
         self._earlier = reading
 

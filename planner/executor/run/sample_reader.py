@@ -140,6 +140,7 @@ class SampleReader:
             trace.batch = batch_digest(batch)
             trace.collate_state = state_of_generators(self.device)
             trace.drew |= trace.collate_state != before
+
         return batch
 
     def _seed_for(self, epoch: int | str, what: str, number: int) -> None:

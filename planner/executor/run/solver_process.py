@@ -39,6 +39,7 @@ class SolverProcess:
                 self._process = self._started()
             self._asking = True
             process = self._process
+
         _, errors = process.communicate(f"{folder}\n".encode())
 
         with self._lock:
@@ -46,6 +47,7 @@ class SolverProcess:
             self._process = None
             if self._ready and not self._ended:
                 self._process = self._started()
+
         if process.returncode:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise PlannerError(last or "the search was ended")

@@ -118,6 +118,7 @@ class _Making:
                 if self.job.defer_weights:
                     raise
                 self.defers = False
+
         if not self.defers:
             self._make_all()
 
@@ -139,6 +140,7 @@ class _Making:
         if deferred is None:
             self._seed()
             deferred = DeferredModel(self.spec.build_model)
+
         names = self._captured(deferred.model)
         read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
         deferred.materialize(names - read)
@@ -157,6 +159,7 @@ class _Making:
             # it reads values that it makes, perhaps small ones, which are made where it draws
             except ModelFileError:
                 return None
+
         parameters = {name for name, _ in deferred.model.named_parameters(remove_duplicate=False)}
         all_read = (
             parameters <= self.pretrained.sources(deferred.model).keys()
@@ -186,6 +189,7 @@ class _Making:
                 "own profiles a model "
                 "that goes through a set, start it with PYTHONHASHSEED=0",
             )
+
         constants = {node.name for node in graph.fixed}
         check_same_model(
             plan, [layer.name for layer in graph.layers], graph.edges, constants, sums_of(graph)
@@ -228,6 +232,7 @@ class _Making:
                 raise
             except Exception as cause:  # whatever a model raises that runs on a GPU only
                 problem = f"on a CPU the model fails: {reason_of(cause)}"
+
         if problem is not None:
             _log.warning(
                 f"warning: the captured layers are not compared with the model: {problem}; a "
@@ -278,6 +283,7 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
         for parameter in layer.parameters:
             if parameter in users_of:
                 users_of[parameter].append(layer.name)
+
     for parameter, users in users_of.items():
         yield Sum(parameter, users)
 
@@ -348,6 +354,7 @@ def build_modules(
             f"train",
             hint="profile your model file with: plan profile model.py",
         )
+
     initial = _Making(job, stages, spec, kind)
     initial.make()
     graph = initial.graph
@@ -356,6 +363,7 @@ def build_modules(
         loss = None if loss is None else replace(loss, forbidden=())
     elif len(plan.stages) - 1 in stages and not initial.defers:
         loss = check_stated(spec, graph, read_samples(), graph.options, loss)
+
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:
@@ -375,6 +383,7 @@ def build_modules(
         kept = compared.names if compared is not None and is_last else ()
         before = [name for earlier in plan.stages[:number] for name in earlier.layers]
         modules[number] = build_stage(graph, stage.layers, kept, variant, before=before)
+
     separate_copies(list(modules.values()))
     for module in modules.values():
         keep_parts(module)
@@ -396,6 +405,7 @@ def build_modules(
         )
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
+
     trained = trained_parameters(graph.model)
     return Modules(
         training=modules,
@@ -427,6 +437,7 @@ def _division(
     if plan.by_samples:
         assert plan.microbatch_size is not None  # or building the modules had failed
         samples = plan.microbatch_size
+
     division = division_of(
         graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples
     )
@@ -437,6 +448,7 @@ def _division(
             f"{tensor.degree} ranks cannot shard the tokens of any value evenly",
             hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
         )
+
     return division
 
 
@@ -523,6 +535,7 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
         why = next(why for why, given in apart.items() if given)
         hint = "take a schedule that drains, such as 1f1b-flush"
         problem = weights[0].sentence(f" under {schedule}, whose stages {why}"), hint
+
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
     found: dict[tuple[int, int], set[str]] = {}
@@ -574,4 +587,5 @@ def transferred(
             )
         if ends:
             found[t.source, t.target] = [specs[name] for name in values]
+
     return found

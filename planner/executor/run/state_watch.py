@@ -53,6 +53,7 @@ class StateWatch:
                 f"change",
                 hint=_BLOCKS_HINT,
             )
+
         raise ModelFileError(
             f"{what}, and loss() or forward() reads it: the captured layers keep the value that "
             f"it had",

@@ -171,6 +171,7 @@ def train(
         with noting(late):
             save_weights(context, Path(context.job.save_weights))
             saved_weights = context.job.save_weights
+
     if kept.checkpointer is not None:
         with noting(late):
             kept.checkpointer.check_last()
@@ -191,6 +192,7 @@ def train(
         if timeline is not None and on_timeline is not None:
             with noting(late):
                 on_timeline(timeline)
+
     if result is None:
         return None
     return replace(
@@ -223,6 +225,7 @@ def _train_all(
             parts.clear()
             parts.append(arrive(leaving, kept, replanner, on_progress))
         at = parts[0].train(kept, at)
+
     parts[0].finish()
 
 
@@ -241,6 +244,7 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     if recovery is not None:
         position = DataPosition(context.minibatch_size, per_epoch)
         copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
+
     first = 0
     past = NOTHING
     # The newest state comes first, and a copy before a checkpoint.
@@ -248,6 +252,7 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     for keeper in sorted(keepers, key=lambda keeper: -keeper.found):
         first = first or keeper.restore()
         past = keeper.begin(first, past)
+
     if first > context.minibatches:
         source = "copy"
         if checkpointer is not None:
@@ -257,6 +262,7 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
             f"{context.minibatches}",
             hint="`steps` and `epochs` count from the beginning of the first run",
         )
+
     return Kept(checkpointer, copies, first)
 
 
@@ -307,6 +313,7 @@ def gather_result(
             "no weights are saved",
             hint="solve again, and report this with the plan if that does not help",
         )
+
     past = next((each.past for each in (copies, checkpointer) if each is not None), NOTHING)
     resumed = None
     if checkpointer is not None:

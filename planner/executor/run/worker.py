@@ -75,6 +75,7 @@ class PipelineWorker:
         for stage in stages.values():
             if stage.optimizer.sharding is not None:
                 stage.optimizer.sharding.note = self._note_wait
+
         # updates of this worker's stages that wait for those of its other stages
         self._due: list[Update] = []
 
@@ -100,6 +101,7 @@ class PipelineWorker:
                     busy.waits = instruction
             if start is not None:
                 self._record(instruction, start, sampled=sampled)
+
         self._later.flush(unread)
         if not unread:
             self._checks.flush()
@@ -192,9 +194,11 @@ class PipelineWorker:
             norm = float(squared)
             self.gradient_norm = math.sqrt(norm)
             self._observers.heartbeat.begin(instruction)
+
         for each in self._due:
             self.stages[each.stage].update(each.kept, norm)
             self._note_update(each)
+
         self._due.clear()
 
     def _log_loss(self, unit: Unit, loss: Tensor | None) -> None:

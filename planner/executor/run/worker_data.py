@@ -109,4 +109,5 @@ def divided_data(
         if plan.lengths is not None and rank == 0:
             drift = LengthDrift(plan.lengths, plan.microbatches, spec)
         data = VaryingBatches(data, built.lengths, drift)
+
     return data

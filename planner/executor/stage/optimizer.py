@@ -119,6 +119,7 @@ class StageOptimizer:
             self.optimizer = optimizer_of_part(spec, everything, named)
             reference.check_groups(self.optimizer, named)
             self.groups_digest = reference.digest
+
         self.sharding = sharding
         self._alike = [
             parameter for name, parameter in trained.items() if name not in self._division.cuts
@@ -144,6 +145,7 @@ class StageOptimizer:
             self.parameters = [
                 parameter for parameter in module.parameters() if parameter.requires_grad
             ]
+
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
         self.scheduler = self._scheduled(reference)
@@ -216,10 +218,12 @@ class StageOptimizer:
             if not finite:
                 self.skipped += 1
                 return
+
         if self._clip_grad_norm is not None and self.parameters:
             clip_grads_with_norm_(
                 list(self._stepped.values()), self._clip_grad_norm, self._norm(squared_norm)
             )
+
         if self.optimizer is None:
             return
         if self.sharding is None:
@@ -249,6 +253,7 @@ class StageOptimizer:
             own = get_total_norm(gradients)
         else:
             own = self.parameters[0].new_zeros((), dtype=torch.float64)
+
         return self._sum(own.double().square()).sqrt().to(own.dtype)
 
     @property

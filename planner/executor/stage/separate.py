@@ -67,6 +67,7 @@ def _check_optimizer(tried: Separability, plan: Plan, *, divided: bool) -> None:
             f"{tried.kind} {tried.problem}, so replicas of a stage would not stay equal",
             hint="take an optimizer that draws no numbers, or solve for stages of one GPU each",
         )
+
     if divided and not _accepted(tried):
         raise _inseparable(tried, plan)
 
@@ -99,4 +100,5 @@ def _inseparable(tried: Separability, plan: Plan) -> PlanError:
             f"; or, if each parameter is updated by itself, let optimizer() set "
             f"{tried.kind}.separable = True"
         )
+
     return PlanError(f"{divided}, but {tried.kind} {tried.problem}", hint=hint)

@@ -49,6 +49,7 @@ class WeightGradients:
             # `torch.autograd.grad` would, too, and what it returns would pass them once more on its
             # way to `.grad`.
             torch.autograd.backward(edges, arrived, inputs=joint.weights)
+
         self._pending.clear()
 
 
@@ -108,6 +109,7 @@ def _joints(
         alone = [weight for key, weight in joined[node].items() if uses[key] == 1]
         if alone:
             joints.append(_Joint(node, alone))
+
     every = {key: weight for behind in joined.values() for key, weight in behind.items()}
     return joints, [weight for key, weight in every.items() if uses[key] != 1]
 
@@ -138,6 +140,7 @@ def _path(
         for child in children:
             if child not in on_path and child in joined:
                 joined.setdefault(node, {}).update(joined[child])
+
     return on_path, joined
 
 
@@ -158,4 +161,5 @@ def _topological(roots: Sequence[Node]) -> list[Node]:
                 for child, _ in node.next_functions
                 if child is not None and child not in seen
             )
+
     return done[::-1]

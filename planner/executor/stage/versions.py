@@ -92,6 +92,7 @@ class WeightVersions:
             self._point_at(self._newest)
         else:
             self._versions[self._newest] = self._versions.pop(self._newest - 1)
+
         self.most_versions = max(self.most_versions, len(self._versions) + len(self._free))
         with _unsafe_preserve_version_counter(tuple(self._parameters)):
             step()

@@ -84,6 +84,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     for _, values in attributes:
         for value in values.values():
             _note_contents(value, contents)
+
     try:
         yield
     finally:
@@ -127,6 +128,7 @@ def trace_scratch(
             again = trace([])
         except Exception as cause:  # whatever the user's forward makes of what it may not read
             raise noted[0].refused() from cause
+
     if _text(again) != _text(first):
         raise noted[0].refused()
 

@@ -117,6 +117,7 @@ def _check_loss(
     with _same_start([model]), RefuseForeignWeights(model):
         output = model(*example.args, **example.kwargs)
         expected = loss_of(output, example.target, loss).detach()
+
     if not torch.allclose(computed.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise CaptureError(
             "the blocks compute another loss than the model on example_batch(): "
@@ -136,6 +137,7 @@ def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
     for index, (_, block) in enumerate(named):
         for buffer in block.buffers():  # its state must stay in one stage
             users.setdefault(id(buffer), []).append(index)
+
     return _Results(
         small, large, [*joined, *((indices[0], indices[-1]) for indices in users.values())]
     )
@@ -178,6 +180,7 @@ def _run_blocks(
         for tensor in tensors_of(made):
             makers.setdefault(address_of(tensor), index)
         results.append(made)
+
     return [*results, loss_of(results[-1], batch.target, loss)], spans
 
 
@@ -231,6 +234,7 @@ def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.
             hint="return a list of modules; write one that does in its forward what happens "
             "between two modules",
         )
+
     paths = {module: path for path, module in model.named_modules()}
     parameters = {id(parameter) for parameter in model.parameters()}
     named: dict[str, nn.Module] = {}
@@ -257,6 +261,7 @@ def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.
             name = f"{base}_{number}"
             number += 1
         named[name] = block
+
     return list(named.items())
 
 
@@ -443,6 +448,7 @@ def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
         alike = alike and not rest
         # The linear function of the batch size that gives both sizes.
         sizes.append(one if one == two else per_sample * BATCH + (one - per_sample * samples))
+
     if not alike:
         raise CaptureError(
             f"value '{name}' is {small.dtype} of shape {tuple(small.shape)} for {samples} "
@@ -452,4 +458,5 @@ def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
             "no size that depends "
             "on the data",
         )
+
     return ValueSpec.of(name, small, sizes)

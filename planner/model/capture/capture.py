@@ -113,6 +113,7 @@ def _capture_as_it_is(
             options=options,
             values=not deferred,
         )
+
     options.prepare(model)  # now, because without storage nothing can be copied
     with without_storage(model):
         return capture(model, batch, options.loss(spec.loss), options=options, lengths=lengths)
@@ -211,6 +212,7 @@ def traced(
             if not isinstance(cause, PlannerError):
                 refuse_gradients(gradients, cause)
             raise capture_failure(cause, model) from cause
+
     name_slices(module, model)
     if lengths is not None:
         refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)
@@ -221,6 +223,7 @@ def traced(
             module.graph.erase_node(node)
         elif node.name == LOSS:
             node._rename("loss_value")  # "loss" is the stage's result
+
     return Trace(model, module, example, output, lengths, next(iter(pins), None))
 
 
@@ -369,6 +372,7 @@ class _ForwardToLoss(nn.Module):
             with self._noting(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)
+
         leaves, spec = tree_flatten(as_tree(output))
         self._tell_output("leaves", leaves)
         self._tell_output("spec", spec)
@@ -420,6 +424,7 @@ def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFac
         raise
     except Exception as cause:  # whatever the tracer's operations raise on tensors without data
         raise capture_failure(cause, trace.model) from cause
+
     return facts.sharing_as(on_cpu), on_cpu
 
 
@@ -440,6 +445,7 @@ def _specs(
                 # An in-place operation can make a value made before it need a gradient: the value
                 # knows by now.
                 specs[node] = ValueSpec.of(node.name, value, sizes)
+
     return specs
 
 
@@ -456,6 +462,7 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
         refuse_loss(1, False)
     else:
         refuse_loss(len(spec.sizes), spec.requires_grad)
+
     assert isinstance(loss, fx.Node)
 
     rest = iter(tensors)
@@ -465,6 +472,7 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
             leaves.append(next(rest))
         else:
             leaves.append(leaf)
+
     return loss, leaves
 
 
@@ -486,6 +494,7 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
                     "or in-place changes of weights the model can be trained in a pipeline",
                 )
             found.add(node)
+
     found.update(
         node
         for node in module.graph.find_nodes(op="placeholder")

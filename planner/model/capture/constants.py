@@ -90,6 +90,7 @@ class KnownConstants(TorchFunctionMode):
         else:
             self._note_changes(known)
             self._note(made, valued)
+
         return made
 
     def _is_known(self, leaf: Any) -> bool:

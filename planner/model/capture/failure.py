@@ -61,6 +61,7 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         if isinstance(inner, PlannerError):
             return inner
         inner = inner.__cause__ or inner.__context__
+
     what = f"{type(model).__name__} cannot be captured as a graph{_place_in(cause)}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
         return CaptureError(f"{what}: this depends on the values of a tensor", hint=_VALUE_HINT)
@@ -232,12 +233,14 @@ def refuse_untrainable(model: nn.Module) -> None:
             f"{type(model).__name__} has a compiled script, whose layers cannot be seen",
             hint="build the model without torch.jit.script and torch.jit.trace",
         )
+
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
                 f"parameter '{name}' has no shape yet, its module is lazy",
                 hint="call the model once on an example at the end of build_model()",
             )
+
     for path, module in model.named_modules():
         for name in (*module._modules, *module._parameters, *module._buffers):
             if hasattr(nn.Module, name):
@@ -247,6 +250,7 @@ def refuse_untrainable(model: nn.Module) -> None:
                     f"torch.nn.Module, which hides it",
                     hint=f"give it another name, such as 'own_{name}'",
                 )
+
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} has no parameters that require a gradient",

@@ -153,6 +153,7 @@ def fake_run(
             autocasting(device.type, autocast),
         ):
             run.run(*fake, enable_io_processing=False)
+
     return run.facts
 
 
@@ -199,6 +200,7 @@ class _FakeRun(fx.Interpreter):
             and not any(isinstance(size, torch.SymInt) for size in value.shape)
         ):
             facts.values[n] = value
+
         facts.storages[n] = _storages(value)
         # Of its arguments: what it wrote besides has been freed, and its number may be another
         # value's later.
@@ -218,6 +220,7 @@ class _FakeRun(fx.Interpreter):
             elif isinstance(value, Tensor):
                 placed = self.faked(value)
             self._attributes[id(value)] = placed
+
         return self._attributes[id(value)]
 
 
@@ -239,6 +242,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 argument.alias_info is not None and argument.alias_info.is_write
             ) or argument.name in _RUNNING:
                 self.storages |= _storages(given.get(argument.name))
+
         return func(*args, **kwargs)
 
 

@@ -46,6 +46,7 @@ class RefuseForeignWeights(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if self._is_foreign(leaf):
                     self._refuse(leaf)
+
         result = func(*args, **kwargs)
         if torch.is_grad_enabled():
             # x.requires_grad = True
@@ -53,6 +54,7 @@ class RefuseForeignWeights(TorchFunctionMode):
             for leaf in tree_leaves((result, sets)):
                 if self._is_foreign(leaf):
                     self._made[leaf] = True
+
         return result
 
     def _is_foreign(self, leaf: Any) -> bool:

@@ -291,6 +291,7 @@ class LayerGraph:
             new = [source for source in waiting.pop().all_input_nodes if source not in used]
             used |= dict.fromkeys(new)
             waiting += [source for source in new if source in self.fixed]
+
         return tuple(used)
 
     @cached_property
@@ -388,6 +389,7 @@ def _arguments(graph: LayerGraph, node: fx.Node) -> str:
             if is_symbolic(value):
                 expression = graph.reader.expression(value)
             return f"%{leaf.name if expression is None else expression}"
+
         if isinstance(leaf, torch.device):
             return "device"
         return repr(leaf)

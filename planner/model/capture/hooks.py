@@ -148,6 +148,7 @@ def _is_linear(hook: Any, parameter: Tensor) -> bool:
             tolerance = scale * max(_SAME, 4 * torch.finfo(parameter.dtype).eps)
             if not torch.allclose(whole, of_parts, rtol=0.0, atol=tolerance):
                 return False
+
     return True
 
 

@@ -42,10 +42,12 @@ def written(names: Names, reader: fx.Node | None) -> Cause:
             reason="an operation writes, in place, a value that is made before them",
             hint=_IN_PLACE_HINT,
         )
+
     if reader.op == "placeholder":
         return Cause(
             reason="they use an input of the model, which forward writes", hint=_INPUT_HINT
         )
+
     buffer = names.buffer(reader)
     if buffer is None:
         return Cause(reason="they use a constant, which forward writes", hint=_BUFFER_HINT)
@@ -87,6 +89,7 @@ def causes_of_joins(sizes: Sequence[int], spans: Sequence[Span]) -> dict[int, Ca
         if widest is not None and many and widest.last - widest.first + 1 >= LEAST_RUNS:
             assert widest.cause is not None
             found[first] = widest.cause
+
     return found
 
 

@@ -115,6 +115,7 @@ def _unique_names(names: Sequence[str]) -> list[str]:
             taken.add(name)
         seen.add(name)
         unique.append(name)
+
     return unique
 
 
@@ -146,6 +147,7 @@ class _Grouping:
                 self._add_to_leaf(node)
             else:
                 self._add_to_larger_module(node)
+
         for node in self._operations[after_model:]:
             self._add_to_loss(node)
         self._end()
@@ -166,6 +168,7 @@ class _Grouping:
         if last is not None and last.call == call:
             last.nodes.append(node)
             return
+
         kind = type(self._model.get_submodule(scope)).__name__
         self._begin(_Run(scope, call, scope, kind, [node]))
 
@@ -178,6 +181,7 @@ class _Grouping:
             else:
                 self._pending.append(node)
             return
+
         name = _op_name(node)
         run = _Run(scope, _call(node), f"{scope}.{name}".removeprefix("."), f"aten.{name}", [node])
         self._begin(run)
@@ -301,11 +305,13 @@ def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer
             index = _closest(layers, name)
             layer = adopted[index]
             adopted[index] = replace(layer, parameters=(*layer.parameters, name))
+
     for name in buffers:
         if name not in used:
             index = _closest(layers, name)
             layer = adopted[index]
             adopted[index] = replace(layer, buffers=(*layer.buffers, name))
+
     return tuple(adopted)
 
 

@@ -182,6 +182,7 @@ def movable(graph: fx.GraphModule) -> fx.GraphModule:
     for name, child in list(new.named_children()):
         if isinstance(child, fx.GraphModule):
             new.add_module(name, movable(child))
+
     code = new.graph
     for node in reversed(list(code.nodes)):
         has_kind = enters_autocast(node.target)
@@ -196,6 +197,7 @@ def movable(graph: fx.GraphModule) -> fx.GraphModule:
                 if has_kind:
                     kind = code.call_function(getattr, (device, "type"))
             node.args, node.kwargs = moved(node.target, node.args, node.kwargs, device, kind)
+
     new.recompile()
     return new
 

@@ -69,6 +69,7 @@ class OtherSizes:
         if self._only is None and not self._blocks:
             with suppress(Exception):  # whatever the copies of the user's modules raise
                 (self._model,) = fake_modules([graph.model], self._mode)
+
         self._graph = _WithoutData(graph.module, self._mode)
 
     def problem(self, batch: Batch) -> str | None:
@@ -108,11 +109,13 @@ class OtherSizes:
             return error.message
         except Exception as cause:  # whatever the user's forward or loss raises
             return f"the model fails on it: {reason_of(cause)}"
+
         try:
             of_graph = self._operations(batch, self._run_graph)
         # whatever an operation raises on sizes that it was not captured for
         except Exception as cause:
             return f"the captured model fails on it: {reason_of(cause)}"
+
         return _difference(of_model, of_graph)
 
     def _operations(self, batch: Batch, run: Callable[[Batch], object]) -> list[_Operation]:
@@ -200,6 +203,7 @@ def _difference(of_model: Sequence[_Operation], of_graph: Sequence[_Operation]) 
                 f"the model computes something else on it than was captured: "
                 f"{_text(modelled)}, not {_text(captured)}"
             )
+
     if len(of_model) != len(of_graph):
         return f"the model runs {len(of_model)} operations on it, and {len(of_graph)} were captured"
     return None

@@ -138,6 +138,7 @@ def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModul
     for node in reversed(list(module.graph.nodes)):
         if node.target in (_set_grad_enabled, _enter_autocast, _exit_autocast):
             module.graph.erase_node(node)
+
     module.recompile()
     return module, signature
 

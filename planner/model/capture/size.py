@@ -85,6 +85,7 @@ def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
             is_linear = not size.diff(symbol).has(symbol)
             if is_linear:
                 found[symbol] = place
+
     return found
 
 

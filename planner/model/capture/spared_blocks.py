@@ -72,6 +72,7 @@ def spare_blocks(model: nn.Module) -> SparedBlocks | None:
             kept = [block for number, block in enumerate(blocks) if not found.was_spared(number)]
             model.set_submodule(path, nn.ModuleList(kept))
             return found
+
     return None
 
 
@@ -87,6 +88,7 @@ def _spared(path: str, facts: list[object]) -> SparedBlocks | None:
         spared = (count - 1 - start) // turn * turn
         if spared > 0:
             return SparedBlocks(path, count, start, spared, turn)
+
     return None
 
 

@@ -35,6 +35,7 @@ class RefuseGenerators(TorchFunctionMode):
                 "every plan; make what is "
                 "the same in every call once, in the model's __init__, and keep it in a buffer",
             )
+
         return func(*args, **kwargs)
 
 

@@ -82,6 +82,7 @@ def divided_sequences(graph: LayerGraph, group: SequenceGroup) -> DividedSequenc
             "which run as they are",
             hint=f"leave out blocks(), or {WHOLE_SEQUENCES}",
         )
+
     for name, parameter in graph.model.named_parameters():
         if gradient_hooks(parameter):
             raise PlanError(
@@ -89,6 +90,7 @@ def divided_sequences(graph: LayerGraph, group: SequenceGroup) -> DividedSequenc
                 f"ranks that shard sequences adds to it",
                 hint=f"leave out the hook, or {WHOLE_SEQUENCES}",
             )
+
     tokens = tokens_of(graph, group.degree)
     token_steps(graph, group.degree)
     return DividedSequences(group=group, sequences=group, sequence_tokens=tokens, sends_parts=True)
@@ -149,6 +151,7 @@ class SequenceRegions:
             copy.kwargs = {**copy.kwargs, "dimension": step.dimension, "tokens": self._tokens}
         elif step.dimension is not None:
             self._take_sizes_of_parts(node, copy, step.dimension)
+
         return copy
 
     def _read(self, node: fx.Node, source: fx.Node, copies: Copies) -> fx.Node:
@@ -187,6 +190,7 @@ class SequenceRegions:
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
             # a part may be laid out in another way than the whole, of which this is a view
             copy.target = torch.reshape
+
         place = None
         if packet_of(node) in _SIZED:
             place = 1
@@ -195,6 +199,7 @@ class SequenceRegions:
             place = 2
             before = self._graph.reader.sizes(node.args[0].meta["val"])  # type: ignore[union-attr]
             first = int(node.args[1]) % len(before or ())  # type: ignore[arg-type]
+
         if place is None or not isinstance(copy.args[place], (list, tuple)):
             return
         sizes = list(copy.args[place])  # type: ignore[arg-type]

@@ -126,6 +126,7 @@ class SequenceGroup(TensorGroup):
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
+
         dimensions = made.dim()
         return self._exchanged(made, given=dimensions - 2, taken=dimensions - 3)
 
@@ -193,6 +194,7 @@ class _AllToAll(torch.autograd.Function):
             swap(group, sent.__getitem__, received.__getitem__)()
         else:
             dist.all_to_all_single(received, sent, group=group)
+
         return torch.cat(list(received), taken)
 
     @staticmethod

@@ -70,18 +70,21 @@ def tokens_of(graph: LayerGraph, degree: int) -> int:
             hint="let the model use torch.nn.functional.scaled_dot_product_attention, or "
             + WHOLE_SEQUENCES,
         )
+
     if len(lengths) > 1 or not all(isinstance(length, int) for length in lengths):
         raise PlanError(
             f"ranks shard sequences of one length, and attention of the model has queries of "
             f"{', '.join(sorted(map(str, lengths)))} tokens",
             hint=WHOLE_SEQUENCES,
         )
+
     tokens = int(lengths.pop())
     if tokens % degree:
         raise PlanError(
             f"{degree} ranks cannot shard the {tokens} tokens of a sequence evenly",
             hint=f"take sequences of a multiple of {degree} tokens, or {WHOLE_SEQUENCES}",
         )
+
     return tokens
 
 
@@ -121,6 +124,7 @@ class _Walk:
             self._steps[node] = step
             if step.dimension is not None:
                 self._dimensions[node] = step.dimension
+
         return self._steps
 
     def _check(self, node: fx.Node) -> None:
@@ -172,6 +176,7 @@ class _Walk:
             dimension = self._dimensions[node.all_input_nodes[0]]
         else:
             dimension = dimension_of(node, divided, parts=True)
+
         if dimension is None or not self._holds_tokens(node, dimension):
             return None
         return Step(self._with_parts(node, divided, dimension), dimension)
@@ -190,6 +195,7 @@ class _Walk:
             shape = shape_of(source)
             if source not in parts and len(shape) >= -from_the_end and shape[from_the_end] != 1:
                 parts[source] = from_the_end + len(shape)
+
         return parts
 
     def _attention(self, node: fx.Node) -> Step:
@@ -204,6 +210,7 @@ class _Walk:
                 f"attention '{node.name}' evenly",
                 hint=f"let the model have a multiple of {self._degree} heads, or {WHOLE_SEQUENCES}",
             )
+
         parts = {}
         for place in range(3):
             value = _argument(node, place)
@@ -216,6 +223,7 @@ class _Walk:
                     hint=WHOLE_SEQUENCES,
                 )
             parts[value] = dimension
+
         return Step(parts, len(shape_of(node)) - 2)
 
     def _cross_entropy(self, node: fx.Node) -> Step | None:
@@ -261,6 +269,7 @@ class _Walk:
             or any(len(self._sizes(source)) > 1 for source in vectors)
         ):
             return None
+
         dimension = self._dimensions.get(value)
         if dimension is None:
             dimension = self._only_tokens(self._sizes(value)[:-1])
@@ -290,6 +299,7 @@ class _Walk:
             same = math.prod(map(sympy.sympify, after[place + 1 :])) == inner
             if same and self._holds_sequences(size):
                 return place
+
         return None
 
     def _takes_all_tokens(self, node: fx.Node) -> bool:

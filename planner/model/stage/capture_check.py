@@ -188,6 +188,7 @@ class _Runs:
             with _DrawsByShape():  # type: ignore[no-untyped-call]
                 one = self.model(batch, seed=0)
                 captured = self.captured(batch)
+
         self.raise_difference(_BOTH, one, captured)
 
     def model(self, batch: Batch, seed: int) -> _Step:
@@ -244,6 +245,7 @@ class _Runs:
             difference = _gradient_difference(gradient, other.gradients[name], tolerance, least)
             if difference is not None:
                 return f"equal losses, but other gradients of parameter '{name}': {difference}"
+
         return None
 
     def _tolerance(self, dtype: torch.dtype) -> float:
@@ -263,6 +265,7 @@ def _gradient_difference(
     if one is None or other is None:
         # Optimizers leave a weight without a gradient alone, and decay one whose gradient is zero.
         return f"{_shown_norm(one)} and {_shown_norm(other)}"
+
     alike = (one == other) | (one.isnan() & other.isnan())
     error = _norm((one - other).masked_fill(alike, 0.0))
     if not error or error <= tolerance * max(_norm(one), least):
@@ -329,6 +332,7 @@ def _no_weight_zero(model: nn.Module) -> Iterator[None]:
         zeros = [each for each in model.parameters() if each.is_floating_point() and not each.any()]
         for parameter in zeros:
             parameter.normal_(std=_DRAWN_STD)
+
     try:
         yield
     finally:

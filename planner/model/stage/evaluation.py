@@ -57,6 +57,7 @@ def matching_cut(
         stage = min(max(first, wanted), last[index])
         chosen.append(stage)
         stages[stage].append(layer.name)
+
     return stages
 
 
@@ -82,6 +83,7 @@ def _stages_of_weights(
         common = set.intersection(*possible)  # several, where weights are tied
         named = stage_of.get(layer.name)
         stages.append(named if named in common else min(common, default=-1))
+
     return stages
 
 
@@ -162,6 +164,7 @@ def build_evaluation(
             variant = replace(variant, units=tuple(map(tuple, units)))
         before = [name for names in stages[:stage] for name in names]
         modules[stage] = build_stage(evaluation, stages[stage], keep, variant, trained, before)
+
     return EvaluationStages(
         modules,
         _transfers(evaluation, stage_of, outputs, last),
@@ -190,6 +193,7 @@ def _transfers(
         # with theirs.
         for source, target in pairwise(sorted({stage_of[index], *users})):
             transfers.setdefault((source, target), []).append(graph.specs[node])
+
     return transfers
 
 
@@ -222,6 +226,7 @@ def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[
             "its output",
             hint="let the last of blocks(model) return tensors, within tuples, lists and dicts",
         )
+
     nodes = [
         leaf for leaf in graph.outputs if isinstance(leaf, fx.Node) and leaf.op != "placeholder"
     ]
@@ -234,6 +239,7 @@ def _outputs(graph: LayerGraph, stage_of: Mapping[int, int], last: int) -> list[
                 f"that has the loss",
                 hint="cut the model elsewhere, or evaluate without metrics(output, target)",
             )
+
     return nodes
 
 

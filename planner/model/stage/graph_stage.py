@@ -48,6 +48,7 @@ class StageBlocks:
                 holder = holder_of(self.weights, path)
                 for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                     holder.__dict__[registry] = getattr(module, registry)
+
         # Then the names that no module inside has: other names of tied weights, and weights that no
         # block uses.
         weights_of(graph, boundary.layers, self.weights)
@@ -87,6 +88,7 @@ class StageBlocks:
             else:
                 value = layer.takes.value(values[:end])
                 rest = blocks
+
             for _, block in rest:
                 value = block(value)
 
@@ -208,6 +210,7 @@ class SegmentBuilder:
         for node, name in self._attributes.items():
             if name in arguments:
                 self._copies[node] = arguments[name]
+
         return list(names)
 
     def _take_values(self, taken: Sequence[fx.Node]) -> None:
@@ -246,12 +249,14 @@ class SegmentBuilder:
             call, *_ = layer.nodes
             values = tuple(self._copies[value] for value in call.args[1:])  # type: ignore[index]
             self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
+
         in_chunks = () if self._end is None else self._end.replaced
         for node in layer.nodes:
             if self._end is not None and node is self._end.cross_entropy:
                 self._copy_in_chunks(self._end)
             elif node not in self._copies and node not in in_chunks:
                 self._copy_in_regions(node)
+
         if self._variant.observable:
             self._show(index, layer)
 
@@ -355,4 +360,5 @@ class SegmentBuilder:
             self._weights.register_buffer(place, constant, persistent=False)
         else:
             self._weights.add_module(place, movable(constant))
+
         return place

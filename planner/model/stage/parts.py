@@ -113,6 +113,7 @@ def boundary_of(
         has_users = node not in graph.fixed and not later.isdisjoint(graph.users(node))
         if has_users or node.name in keep:
             sent.append(node)
+
     return Boundary(
         positions=tuple(positions),
         layers=layers,
@@ -148,6 +149,7 @@ def stage_boundary(
     if not has_tensor:  # which tells the device
         tensors = [(index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs]
         inputs = tuple(tensors[:1])
+
     return replace(boundary, inputs=inputs)
 
 
@@ -192,6 +194,7 @@ def divided(
         positions = boundary.positions[run.first : run.last + 1]
         later = set(boundary.positions[run.last + 1 :])
         segments.append((boundary_of(graph, positions, later, kept), run.recomputes))
+
     return segments
 
 
@@ -223,6 +226,7 @@ def _runs(boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[_Run]:
             )
         runs += [_Run(start, first - 1, False), _Run(first, last, True)]
         start = last + 1
+
     runs.append(_Run(start, len(place_of) - 1, False))
     return [run for run in runs if run.first <= run.last]
 
@@ -240,6 +244,7 @@ def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[
         # until the stage's end.
         steps.append((segment, [name for name in segment.takes if name not in needed]))
         needed.update(segment.takes)
+
     steps.reverse()
 
     def run(
@@ -253,6 +258,7 @@ def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[
             known.update(
                 zip(segment.makes, segment.run(device, key, observer, *taken), strict=True)
             )
+
         return tuple(known[name] for name in results)
 
     return Segment(run, tuple(takes), tuple(results))

@@ -162,6 +162,7 @@ class StageModule(nn.Module):
             raise ModelFileError(
                 "this stage reads the batch, but got none", hint="pass the batch to every stage"
             )
+
         leaves, spec = batch.flatten()
         self._check_structure(spec)
         self._check_constants(leaves)
@@ -177,6 +178,7 @@ class StageModule(nn.Module):
             if index < arguments and isinstance(leaf, Tensor):
                 leaf = self.options.input(leaf)
             read.append(leaf)
+
         return read
 
     def _check_structure(self, spec: TreeSpec) -> None:
@@ -219,6 +221,7 @@ class StageModule(nn.Module):
             self._numbers[shapes] = [
                 evaluate_number(expression, extent) for expression in self._expressions
             ]
+
         return self._numbers[shapes]
 
     def _extent_of(self, specs: Sequence[ValueSpec], tensors: Sequence[Tensor]) -> Extent:
@@ -308,6 +311,7 @@ def build_stage(
             raise CaptureError(
                 f"the model has no layer '{name}'", hint="was the plan made for this model?"
             )
+
     positions = [graph.position[name] for name in layer_names]
     earlier = _earlier(graph, positions, before)
     later = set(range(len(graph.layers))) - earlier - set(positions)
@@ -321,6 +325,7 @@ def build_stage(
     else:
         blocks = StageBlocks(graph, boundary, variant)
         weights = blocks.weights
+
     if of is not None:
         use_registries(weights, of)
 
@@ -374,6 +379,7 @@ def _segments(
             written = parts.places_of(weights, builder.written())
             segment = parts.recomputing(segment, written, places)
         segments.append(segment)
+
     return segments, places
 
 
@@ -392,6 +398,7 @@ def _earlier(
             f"the layers {names} do not follow one another in the model",
             hint="say which layers are before them",
         )
+
     if before is None:
         return set(range(positions[0]))
 
@@ -401,6 +408,7 @@ def _earlier(
             f"the layers {names} are not in the model's order, or not all in this stage alone",
             hint="make the plan again with: plan solve",
         )
+
     known = earlier | set(positions)
     for position, name in zip(positions, names, strict=True):
         missing = graph.needs[position] - known
@@ -410,6 +418,7 @@ def _earlier(
                 f"layer '{name}' needs '{needed}', which is in a later stage",
                 hint="make the plan again with: plan solve",
             )
+
     return earlier
 
 
@@ -437,5 +446,6 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
         ]
         if roots:
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+
     for parameter in stage.parameters():
         parameter.grad = None

@@ -75,6 +75,7 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
             "block, which runs as it is and remembers them",
             hint="leave out blocks(), or solve with `shard_optimizer=never`",
         )
+
     for name, parameter in graph.model.named_parameters():
         refuse_divided_hooks(name, parameter)
     users = _users_of_weights(graph, layers)
@@ -82,6 +83,7 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
     for number in range(len(layers)):
         names = [name for name, units in users.items() if units == {number}]
         alone.append(frozenset(graph.names_of(names)))
+
     return Units(tuple(map(tuple, layers)), tuple(alone), tuple(Unit() for _ in layers), Unit())
 
 
@@ -104,6 +106,7 @@ def _users_of_weights(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> dic
             for source in node.all_input_nodes:
                 for name in computed.get(source, ()):
                     users.setdefault(name, set()).add(unit)
+
     return users
 
 

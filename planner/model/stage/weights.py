@@ -82,6 +82,7 @@ def weights_of(
         else:
             persistent = last not in graph.model.get_submodule(path)._non_persistent_buffers_set
             holder.register_buffer(last, tensor, persistent=persistent)
+
     return root
 
 

@@ -108,6 +108,7 @@ def _joined(leaf: OutputLeaf, values: Sequence[Any]) -> Any:
         if len(shapes) != 1:
             return None
         return torch.cat(list(values), leaf.dimension)
+
     return first  # it stands for what no layer of the stage has
 
 
@@ -125,6 +126,7 @@ def _leaf(graph: LayerGraph, leaf: Any) -> OutputLeaf:
     if not dimensions:
         same_for_all = _depends_on_weights_alone(leaf)
         return OutputLeaf(leaf.name, None, same_for_all and not mixed, None, same_for_all)
+
     divides = len(dimensions) == 1 and not mixed
     return OutputLeaf(leaf.name, None, divides, dimensions[0], False)
 
@@ -169,6 +171,7 @@ def _is_written(graph: LayerGraph, outputs: set[fx.Node]) -> bool:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(value, fx.Node) and _origin(value) in memory:
                 return True
+
     return False
 
 

@@ -52,6 +52,7 @@ def packing(product: fx.Node) -> Packing | None:
                 ahead.append(user)
             else:
                 return None
+
     borders = sorted({0, size}.union(*cuts.values()))
     # A slice is one block, and all other operations take apart all of them.
     for own in cuts.values():
@@ -59,6 +60,7 @@ def packing(product: fx.Node) -> Packing | None:
         high = max(own)
         if sum(low <= border <= high for border in borders) != len(own):
             return None
+
     blocks = tuple(end - start for start, end in pairwise(borders))
     if len(blocks) > 1:
         return Packing(blocks, packed, dimensions)
@@ -87,6 +89,7 @@ def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], in
             count = shape_of(user)[outer]
             if count < size and _taken_apart(user, outer):
                 return set(range(0, size + 1, size // count)), outer + 1
+
     return None
 
 
@@ -115,6 +118,7 @@ def _taken_apart(node: fx.Node, dimension: int) -> bool:
             moved = dimension_of(user, {node: dimension})
         if moved is not None and _taken_apart(user, moved):
             return True
+
     return False
 
 
@@ -127,6 +131,7 @@ def _kept(user: fx.Node, value: fx.Node, dimension: int) -> int | None:
         each.op == "get_attr" or shape_of(each) for each in others
     ):
         return None  # it would meet what is in the order of the whole
+
     after = dimension_of(user, {value: dimension})
     if after is not None and shape_of(user)[after] == shape_of(value)[dimension]:
         return after
@@ -296,6 +301,7 @@ def dimension_of(
             dimension = _first_dimension(divided)
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
+
     if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
         return _pointwise(node, divided, parts)
     return None
@@ -360,6 +366,7 @@ def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> in
         others = shape_of(source)
         if source not in divided and not parts and len(others) >= -place and others[place] != 1:
             return None  # a whole value, of which each rank would need its part
+
     return place + len(shape)
 
 
@@ -375,6 +382,7 @@ def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int 
             return None
         if math.prod(after[place:]) == elements and after[place] > 1:
             return place
+
     return None
 
 

@@ -195,6 +195,7 @@ class Regions:
             if not is_tensor(node):
                 return copy
             return self._code.call_function(self._group.scatter, (copy, self._tokens[node]))
+
         if not computes_parts:
             return copy
         if self._ends(node):
@@ -268,6 +269,7 @@ class Regions:
             length = shape_of(node)[dimension]
             copy.target = self._group.narrow
             copy.args = (value, start, length, dimension)
+
         copy.kwargs = {}
 
     def _divided(self, node: fx.Node) -> list[fx.Node]:
@@ -512,6 +514,7 @@ def whole_state(
                 whole = whole.full_tensor()  # type: ignore[attr-defined]
                 whole = whole.cpu() if kept else whole[:0].clone()
             wholes[id(tensor)] = whole
+
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 
@@ -529,6 +532,7 @@ def division_of(
             "which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )
+
     products = _products(graph)
     undivided = {
         module
@@ -617,6 +621,7 @@ def _splits_heads(product: fx.Node, degree: int) -> bool:
             counts = [_heads(user, value) for value in values for user in value.users]
         if any(count % degree for count in counts):
             return True
+
     return False
 
 

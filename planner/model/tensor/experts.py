@@ -59,6 +59,7 @@ def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Ex
             products |= own
             offsets = next(iter(own.values()))
             counts[name] = int(shape_of(offsets)[0])
+
     return Experts(_rows(graph, products), counts)
 
 
@@ -77,6 +78,7 @@ def _rows(graph: LayerGraph, products: Mapping[fx.Node, fx.Node]) -> dict[fx.Nod
             rows[node] = products[node]
         elif len(offsets) == 1 and _keeps_rows(graph, node, known):
             rows[node] = offsets.pop()
+
     return rows
 
 
@@ -92,6 +94,7 @@ def _products(weight: fx.Node) -> dict[fx.Node, fx.Node]:
             found |= own
         else:
             return {}
+
     return found
 
 

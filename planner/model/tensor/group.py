@@ -137,6 +137,7 @@ class TensorGroup:
             return Rows(
                 offsets[:each], self.place * total // self.degree, total // self.degree, total
             )
+
         first = self.place * each
         ends = [0, *offsets.tolist()]
         start = ends[first]
@@ -201,6 +202,7 @@ class TensorGroup:
                 value, takes or equal, sends or equal, group
             )
             return swapped
+
         moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, group)
         return moved
 
@@ -272,6 +274,7 @@ class TensorGroup:
             key = expanded(key, heads)
             value = expanded(value, heads)
             enable_gqa = False
+
         divides = (
             dimension >= 0 and heads % self.degree == 0 and key.shape[dimension] % self.degree == 0
         )

@@ -149,6 +149,7 @@ def _product_styles(
         if not failed:
             break
         whole |= failed
+
     by_columns = {weights[node]: "colwise" for node in columns}
     return by_columns | {weights[node]: "rowwise" for node in rows}
 
@@ -225,4 +226,5 @@ def _walk(
                 failed |= sources
             else:
                 divided[node] = dimension, sources
+
     return columns, rows, failed | (columns - ended)

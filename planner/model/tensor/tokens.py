@@ -54,6 +54,7 @@ def divided_by_tokens(
                 not is_tensor(node) or dimension in _divisible(graph, node, degree)
             ):
                 found[node] = dimension
+
     return found
 
 

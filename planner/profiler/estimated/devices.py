@@ -217,6 +217,7 @@ def _gpus(table: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceSpec]:
             part: other.get(part, {}) | row.get(part, {}) for part in ("arithmetic", "moving")
         }
         found[name] = _gpu(**{**row, **shares, "like": other["name"]})
+
     return found
 
 
@@ -267,6 +268,7 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
             f"in a file, and give it "
             "as `device_file`",
         )
+
     return supporting(spec, dtype, f"device '{name}'")
 
 

@@ -200,4 +200,5 @@ def _saved(
         in_half = 0 if value in kept_otherwise else size_bytes
         own = size_bytes / _HALF_BYTES * how.kept_bytes - in_half
         more[number] = more.get(number, 0.0) + own
+
     return more

@@ -175,12 +175,14 @@ class Estimator:
             specs = list(given.values())
         else:
             specs = [given if isinstance(given, DeviceSpec) else device_spec(given, options.dtype)]
+
         self._specs = [_with_host(spec, options) for spec in specs]
         self._eight_bits: EightBitProducts | None = None
         if options.precision is not None:
             for spec in self._specs:
                 with_eight_bits(spec, options.precision)
             self._eight_bits = eight_bit_products(options.precision, self._specs)
+
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
         one_cost = not self._names and not list(other_lengths(training_spec))
@@ -213,6 +215,7 @@ class Estimator:
         for lengths in other_lengths(self._training_spec):
             other = self._trace(batch_size, lengths=lengths)
             others.append(profile_of_trace(other, self._specs[0]))
+
         return with_lengths(profile, others, self._training_spec)
 
     def divided(self, profile: Profile) -> Profile:
@@ -231,11 +234,13 @@ class Estimator:
             for own, spec in zip(costs, self._specs, strict=True):
                 of_part = profile_of_trace(part, spec)
                 own.append(degree_costs(of_part, part.division, part.weights, part.counts))
+
         for own, more in zip(costs, self._experts(batch_size), strict=True):
             # what ranks divide as the executor does, where that is experts
             known = {each.degree: each for each in (*own, *more)}
             known |= {each.degree: each for each in own if each.by_samples}
             own[:] = [known[degree] for degree in sorted(known)]
+
         if not costs[0]:
             return profile
         spared = None if self._first is None else self._first.spared
@@ -243,6 +248,7 @@ class Estimator:
             costs = [
                 [costs_with_spared_blocks(each, profile, spared) for each in own] for own in costs
             ]
+
         kinds = profile.kinds and tuple(
             replace(kind, tensor=tuple(own)) for kind, own in zip(profile.kinds, costs, strict=True)
         )
@@ -262,6 +268,7 @@ class Estimator:
             for own, spec in zip(costs, self._specs, strict=True):
                 part = profile_of_trace(rank, spec)
                 own.append(expert_costs(part, degree, rank.experts, sends_once=self._sends_once))
+
         return costs
 
     @property

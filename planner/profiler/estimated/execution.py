@@ -126,6 +126,7 @@ def fused(operations: Sequence[Operation], backward: int, fusion: Fusion | None)
     for members in kernels.values():
         if len(members) > 1:
             _fuse(result, members, flow)
+
     return result
 
 
@@ -144,6 +145,7 @@ def first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
             if all(other < joined or first[other] == joined for other in producers):
                 first[number] = joined
                 break
+
     return first
 
 
@@ -215,6 +217,7 @@ def _substitutes() -> Iterator[Replacement]:
     ):
         yield name, "AutogradCPU", _normalised(kernel, autocast=False)
         yield name, "AutocastCPU", _normalised(kernel, autocast=True)
+
     yield "cross_entropy_loss", "AutocastCPU", torch.library.fallthrough_kernel
     for name in _SINGLE:
         yield name, "AutocastCPU", _in_single(aten_operation(name))
@@ -295,6 +298,7 @@ def _attention(
             q, k, v, dropout_p, is_causal, False, scale=scale
         )[0]
         return flash
+
     if enable_gqa:  # the other kernels want as many keys as queries
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     if attn_mask is not None:
@@ -303,6 +307,7 @@ def _attention(
                 attn_mask.logical_not(), -torch.inf
             )
         attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+
     efficient: Tensor = aten._scaled_dot_product_efficient_attention.default(
         q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
     )[0]

@@ -113,6 +113,7 @@ def _reaches(flow: Flow, start: int, *, forward: bool) -> bool:
             return True
         if not operation.flops and operation.op_class != "gather":
             todo += _next_to(flow, number, forward=forward)
+
     return False
 
 
@@ -141,6 +142,7 @@ def shares_of_experts(weights: Sequence[Mapping[str, nn.Parameter]], experts: in
             if name.rpartition(".")[0] in modules and each.shape[:1] == (experts,)
         )
         shares.append(own / total if total else 0.0)
+
     return shares
 
 
@@ -182,6 +184,7 @@ def expert_costs(
             round(size * (1 - own.share + own.share / degree))
             for size, own in zip(columns[name], layers, strict=True)
         ]
+
     columns["accumulate_s"] = [
         seconds * (1 - own.share + own.share / degree)
         for seconds, own in zip(columns["accumulate_s"], layers, strict=True)

@@ -119,6 +119,7 @@ def _until_product(flow: Flow, first: int) -> tuple[int, ...] | None:
             else:
                 inside.append(user)
                 todo.append(user)
+
     if last is None:
         return None
     return (*sorted(inside), last)
@@ -155,6 +156,7 @@ def _behind(flow: Flow, inside: Sequence[int]) -> tuple[int, ...]:
             found.add(user)
             if flow.operations[user].name not in _PRODUCTS:
                 todo.append(user)
+
     return tuple(sorted(found))
 
 
@@ -202,6 +204,7 @@ def _replace(
         result[number] = replace(
             plain, flops=0.0, bytes=0.0, launches=0, product=None, reads=(), writes=()
         )
+
     moved = sum(reads.values()) + sum(writes.values())
     result[kernel] = Operation(
         op_class="attention",

@@ -118,6 +118,7 @@ def _cut(flow: Flow, wanted: set[int], kept: set[int], chained: Chained) -> set[
             if read in flow.writer and read not in kept:
                 graph.add_edge((read, "out"), (value, "in"))
                 todo.append(read)
+
     for value in wanted:
         graph.add_edge((value, "out"), _SINK)
     if _SOURCE not in graph or not wanted:
@@ -144,9 +145,11 @@ def _peaks(
         size = _size(flow, value)
         change[writer] += size
         change[max(users[value]) + 1] -= size
+
     peaks = []
     now = 0
     for difference in change[:-1]:
         now += difference
         peaks.append(now)
+
     return peaks

@@ -197,6 +197,7 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
             limit = _limit(read, written)
             if limit < math.inf and name in _BATCHED:
                 dtype, limit = "float32", math.inf
+
         reads = self._values_read(read)
         operation = Operation(
             op_class=self._op_class or op_class,
@@ -437,6 +438,7 @@ def _flops(
     if given.get("is_causal", False):
         # The fused kernels leave out the tiles above the diagonal, but for those that it crosses.
         causal = min(1.0, 0.5 * (1 + ATTENTION_DIAGONAL_KEYS / keys))
+
     short = max(1.0, _LEAST_KEYS / keys) if gpu else 1.0
     narrow = narrow_heads(head)
     # In the backward they compute the scores again, a fifth product beside the four of the
@@ -469,6 +471,7 @@ def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Opera
     if products == 2:
         # gradient of the recurrent weights
         yield Operation("recurrent", steps * step_flops, over_steps, dtype)
+
     # Each step reads the weights again, and launches a product and the gates' arithmetic.
     yield Operation(
         "recurrent",

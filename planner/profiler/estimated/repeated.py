@@ -56,6 +56,7 @@ def costs_with_spared_blocks(
         else:
             own = layer.name.removeprefix(f"{spared.path}.{block}")
             numbers.append(captured[f"{spared.path}.{spared.kept_as(block)}{own}"])
+
     return _at(costs, numbers)
 
 
@@ -120,6 +121,7 @@ def _layer(layer: Layer, place: _Place, spared: SparedBlocks) -> Layer:
         values = tuple(
             replace(value, name=f"{value.name}_of_block_{place.block}") for value in values
         )
+
     return replace(
         layer,
         name=own + layer.name.removeprefix(short),

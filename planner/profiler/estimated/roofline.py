@@ -72,6 +72,7 @@ def shares_of_peak(
             waves = np.ceil(tiles * division / processors)
             spent = waves * processors * rows * columns * (k / division + depth) / rate
             best = np.minimum(best, spent)
+
     return np.where(useful > 0, useful / np.maximum(best, 1.0), 1.0)
 
 

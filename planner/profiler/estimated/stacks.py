@@ -99,6 +99,7 @@ class Stack:
                 f"compute the logits of the loss's {chunked_loss.chunks} chunks once ({again} more "
                 f"per microbatch)"
             )
+
         return (
             f"priced with kernels of the {self.name} stack. `plan train` does not "
             f"{', nor '.join(missing)}: there it takes longer and more memory; an estimate with "

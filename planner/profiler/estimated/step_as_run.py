@@ -95,6 +95,7 @@ def as_run(recorded: RecordedStep, how: Execution, mask: Mask) -> StepAsRun:
         )
         for number, size_bytes in quantized.saved_bytes.items():
             more_saved[_layer_of(recorded, number)] += size_bytes
+
     return replace(
         step,
         saved_bytes=_added(recorded.saved_bytes, more_saved),

@@ -119,6 +119,7 @@ class StepTrace:
             backward = _at_hosts_pace(backward, backward_host)
             updates_host = [update.host_launches * spec.dispatch_s for update in self.updates]
             updates = _at_hosts_pace(updates, updates_host)
+
         return forward, backward, updates
 
     def weight_shares(self, spec: DeviceSpec) -> list[float | None]:
@@ -241,12 +242,14 @@ def trace_step(
             "master weights in float32 belong to weights in half precision",
             hint="give `dtype` float16 or bfloat16",
         )
+
     if execution.eight_bits is not None and not execution.master_weights:
         raise InputError(
             f"products in {execution.eight_bits.precision} are estimated with weights in half "
             f"precision and masters in float32",
             hint="give `master_weights` and `dtype=bfloat16`, or leave out `precision`",
         )
+
     autocast, halved = (None, half) if execution.master_weights else (half, None)
     layout = memory_format == "channels-last"
     options = ModuleOptions(
@@ -365,6 +368,7 @@ class _Tracer:
                     [model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
                 )
             graph = self._captured(model)
+
         # The device's own operations; with data, those of the CPU that computes.
         operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
         try:
@@ -387,6 +391,7 @@ class _Tracer:
         except (LayerError, RuntimeError) as cause:
             if not decides_by_values(cause):
                 raise cause if has_blocks else capture_failure(cause, model) from cause
+
         if not has_blocks:
             graph = self._captured(spec.build_model())
         stage = self._whole(graph)
@@ -421,6 +426,7 @@ class _Tracer:
                 self.training_spec, graph, self.group.degree, self.batch_size
             )
             division = division_of(graph, plan, self.group, self.batch_size)
+
         variant = replace(OBSERVABLE, division=division)
         stage = build_stage(graph, [layer.name for layer in graph.layers], variant=variant)
         keep_parts(stage)
@@ -449,6 +455,7 @@ class _Tracer:
                 first[LOSS].backward()  # type: ignore[no-untyped-call]
                 drop_gradients(stage.parameters())
             first.clear()
+
         recorder = OperationRecorder(
             "tf32" if self.dtype == "tf32" else "float32",
             gpu=self.execution.kind == "cuda",

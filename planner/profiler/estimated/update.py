@@ -77,6 +77,7 @@ def trace_updates(
         if shapes not in known:
             known[shapes] = _trace_update(training_spec, weights, execution, whole)
         updates.append(known[shapes])
+
     return updates
 
 
@@ -126,6 +127,7 @@ def _trace_update(
             f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
+
     state_bytes, workspace_bytes = state_bytes_of(optimizer), recorder.allocated.peaks[1]
     # Step counters are on no device, and their arithmetic takes no time worth counting.
     least = min(parameter.nbytes for parameter in masters)
@@ -141,6 +143,7 @@ def _trace_update(
             for weight, master in zip(weights.values(), masters, strict=True)
         ] * (1 + execution.sums_in_half)
         state_bytes += sum(master.nbytes for master in masters)
+
     # Accumulation reads both gradients and writes their sum.
     accumulate = [
         _moving(weight.nbytes + 2 * gradient_bytes(weight)) for weight in weights.values()

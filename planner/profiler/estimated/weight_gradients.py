@@ -38,4 +38,5 @@ def of_weights_alone(
             user > number and alone[user] and layer_of[user] == layer_of[number]
             for user in flow.users(number)
         )
+
     return alone

@@ -159,6 +159,7 @@ class Pace:
             rounds = effort.sums_in_a_row(size_bytes, 1 / reduced_s_per_byte)
             computed_s = 2 * pairs * self.products_s * size_bytes / small
             total_s += effort.sum_rounds * rounds * (size_bytes * reduced_s_per_byte + computed_s)
+
         return total_s
 
     def _units_s(self, effort: Effort) -> float:
@@ -203,6 +204,7 @@ def fitting_effort(effort: Effort, paces: Sequence[Pace], budget_s: float) -> tu
         share *= max(0.5, budget_s / expected_s)
         fitting = effort.scaled(share)
         expected_s = _all_s(fitting, paces)
+
     return fitting, expected_s
 
 

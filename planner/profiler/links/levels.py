@@ -113,6 +113,7 @@ class LevelMeasurement:
                 "a single worker has no links",
                 hint="start at least two: torchrun --nproc-per-node 2 ...",
             )
+
         self._workers = self._common("LOCAL_WORLD_SIZE")
         self._hosts = self._world // self._workers
         self._inner, self._outer = pairs_by_turn(self._hosts, self._workers)
@@ -131,11 +132,13 @@ class LevelMeasurement:
             for first in range(0, self._world, self._workers):
                 host = range(first, first + self._workers)
                 self._within.append(groups.for_collectives(host))
+
         self._across: list[dist.ProcessGroup] = []
         if self._hosts > 1:
             for place_on_host in range(self._workers):
                 ring = range(place_on_host, self._world, self._workers)
                 self._across.append(groups.for_collectives(ring))
+
         self._one_ring: dist.ProcessGroup | None = None
         if self._hosts > 1 and self._workers > 1:
             self._one_ring = groups.for_collectives(range(self._world))
@@ -357,6 +360,7 @@ class LevelMeasurement:
                 send.wait()
             if number < rounds:
                 opened.append(self._post(peer, outgoing, incoming[number % POSTED]))
+
         return ends_s
 
     def _post(
@@ -472,6 +476,7 @@ class LevelMeasurement:
                 whole = [divide(each, mesh, rows, shards_weights=again) for each in (*net, net)][-1]
                 whole.set_reshard_after_backward(again)
             nets.append(net)
+
         taken_s = [0.0] * len(nets)
         for turn in range(self._effort.unit_rounds + 1):
             for number, net in enumerate(nets):
@@ -481,6 +486,7 @@ class LevelMeasurement:
                 _run_unit(net)
                 # the first one prepares
                 taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)
+
         return [self._slowest(each / (self._effort.unit_rounds * UNITS)) for each in taken_s]
 
     def _added_s(
@@ -505,6 +511,7 @@ class LevelMeasurement:
                     dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
             taken_s[sums] += (time.perf_counter() - start_s) / (self._effort.sum_rounds * rounds)
+
         return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
 
     def _factors(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -545,6 +552,7 @@ class LevelMeasurement:
                 f"the hosts run different numbers of workers: {', '.join(map(str, values))}",
                 hint="start torchrun with the same --nproc-per-node on each",
             )
+
         return values[0]
 
     def _slowest(self, seconds: float) -> float:

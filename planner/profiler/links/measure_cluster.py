@@ -67,6 +67,7 @@ def measure_cluster(
             "--nproc-per-node 1 "
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
         )
+
     torch.set_num_threads(1)
     set_gpu_variables()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -97,6 +98,7 @@ def measure_cluster(
             hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
             "to use",
         ) from cause
+
     if not levels:
         return None
     return Cluster(levels=levels, backend=place.backend, overlap=overlap, codec_times=times)

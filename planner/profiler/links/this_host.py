@@ -41,5 +41,6 @@ def cluster_here(
         # The rate is that of two CPU workers, for what-if questions: one worker sends nothing.
         rate = measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s
         return flat_cluster(1, rate, memory_bytes)
+
     measured = measure_host(workers, kind, backend)
     return replace(measured, memory_bytes=memory_bytes)

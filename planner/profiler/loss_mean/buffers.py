@@ -65,6 +65,7 @@ def buffer_of_parts(
             raise
         except Exception as cause:  # whatever a model raises that takes float32 only
             _log.debug("buffers are not tried in %s: %s", attempt.dtype, cause)
+
     return None
 
 
@@ -83,6 +84,7 @@ def _tried(trial: ModelOnTrial, model: nn.Module, batch: Batch) -> str | None:
     except Exception as cause:
         _log.debug("buffers of parts of a batch are not known: %s", cause)
         return changed[0]
+
     if not math.isclose(losses[1], alone, rel_tol=_RELATIVE_LOSS):
         return changed[0]
     return next((name for name in changed if _differ(whole[name], parts[name])), None)

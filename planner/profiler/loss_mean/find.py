@@ -100,6 +100,7 @@ def find_loss_mean(
         return LossMean(
             over="unchecked", reason=f"forward() changes buffer '{buffer}' once for each microbatch"
         )
+
     if spec.defines("loss_weight"):
         return _own_weight(spec, evidence)
     return _answer(spec, graph, batch, evidence)
@@ -175,6 +176,7 @@ def attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
         # Nobody can run the whole minibatch of such a model: its loss is that of the microbatches'
         # outputs.
         found.append(Attempt(torch.float32, divides_outputs=True))
+
     return found
 
 
@@ -200,6 +202,7 @@ def _run(
         perturbed: Trial | None = of_target(batch, None)
     else:
         perturbed = _tried(model, batch, gradients=not is_large(graph))
+
     if perturbed is not None and perturbed.whole.finite:
         natural.append(perturbed)
 
@@ -303,6 +306,7 @@ def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evide
         # Where each sample has a label that counts, samples do, and no worker has to read whole
         # minibatches.
         best = next((each for each in explaining if each.over == "samples"), best)
+
     if not explains(spec, best, evidence.padded):
         return _DEPENDS_ON_PADDING
     return with_forbidden(best, refuting[best], evidence)
@@ -321,6 +325,7 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
         found.append(LossMean(over="labels", ignored=value, leaf=place))
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
             found.append(LossMean(over="labels", ignored=value, leaf=place, shifted=True))
+
     return found
 
 
@@ -368,6 +373,7 @@ def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
                 or bool(labels.eq(mean.ignored).any())
             ):
                 return False
+
     return True
 
 
@@ -379,10 +385,12 @@ def with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence
     for trial in refuting:
         assert trial.variation is not None
         forbidden.append(ForbiddenLabel(leaf=trial.variation.leaf, value=trial.variation.value))
+
     for each in forbidden:
         for trial in evidence.natural:
             if any(_has(batch, each) for batch in trial.parts):
                 return LossMean(over="batch")
+
     return replace(mean, forbidden=tuple(forbidden))
 
 
@@ -405,6 +413,7 @@ def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
                 "what rounding explains",
                 hint="return how many labels of the target the loss is a mean over",
             )
+
     if not explains(spec, mean, evidence.padded):
         return _DEPENDS_ON_PADDING
     known = [trial for trial in evidence.varied if _is_weighed(spec, trial)]

@@ -83,6 +83,7 @@ class NoiseOfWhole(TorchDispatchMode):
             self.draws.append([each.detach().clone() for each in drawn])
         else:
             self._repeat(drawn, self._samples)
+
         return result
 
     def _repeat(self, drawn: Sequence[Tensor], samples: range) -> None:
@@ -90,6 +91,7 @@ class NoiseOfWhole(TorchDispatchMode):
             raise UnequalNoiseError(
                 "a part of a batch draws more random numbers than the whole batch"
             )
+
         recorded = self.draws[self._next]
         self._next += 1
 

@@ -70,6 +70,7 @@ def check_stated(
         if evidence is not None:
             return _checked(spec, stated, evidence)
         reason = "it differs from call to call"
+
     _log.info("the loss of '%s' is not checked against the plan: %s", spec.origin, reason)
     return stated
 
@@ -128,6 +129,7 @@ def _checked(spec: TrainingSpec, stated: LossMean | None, evidence: Evidence) ->
             "data have such labels or "
             "masks, give example_batch() some, or define loss_weight(target)",
         )
+
     forbidden = with_forbidden(
         mean, against(spec, mean, [mean], evidence.varied), evidence
     ).forbidden

@@ -101,6 +101,7 @@ class Trial:
                 found += share * each.gradients[number]
             scale = max(float(expected.norm()), self.tolerance.floor * most, _TINY)
             error = max(error, float((found - expected).norm()) / scale / self.tolerance.gradient)
+
         if math.isfinite(error):
             return error
         return math.inf
@@ -195,6 +196,7 @@ class ModelOnTrial:
         if len(samples) > 1 or samples[0] != range(batch.size):
             # for its random numbers
             self._outcome(batch, noise.of_whole(batch.size), gradients=False)
+
         losses = []
         with self._running(noise), torch.no_grad():
             for each in samples:
@@ -208,6 +210,7 @@ class ModelOnTrial:
                 )
             named = self._model.named_buffers(remove_duplicate=False)
             buffers = {name: buffer.detach().clone() for name, buffer in named}
+
         return losses, buffers
 
     def try_whole(
@@ -278,11 +281,13 @@ class ModelOnTrial:
             for leaf in trained:
                 leaf.grad = None
                 leaf.requires_grad_()
+
             own = rows_of(outputs, samples, batch.size)
             target = part_of(batch, samples).target
             with self._running(noise):
                 loss = loss_of(own, target, self._options.loss(self._spec.loss))
                 loss.sum().backward()  # type: ignore[no-untyped-call]
+
             return Outcome(float(loss.detach()), tuple(_sketch(leaf) for leaf in trained))
 
         samples = ranges(batch.size)
@@ -293,6 +298,7 @@ class ModelOnTrial:
         for each in samples:
             noise.of_part(each)
             of_parts.append(outcome(each))
+
         return Trial(parts, whole, tuple(of_parts), self.tolerance, variation)
 
     def _outcome(self, batch: Batch, noise: NoiseOfWhole, *, gradients: bool) -> Outcome:
@@ -436,6 +442,7 @@ def _sketch(weight: Tensor) -> Tensor:
         return torch.zeros(
             len(range(0, weight.numel(), step)), dtype=torch.float64, device=weight.device
         )
+
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     return gradient.detach().flatten()[::step].double()

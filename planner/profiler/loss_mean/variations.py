@@ -79,6 +79,7 @@ def variations(graph: LayerGraph, batch: Batch, noted: set[int]) -> list[Variati
             and tensor.dtype != torch.bool
         ):
             found += [Variation(leaf, value, known=False) for value in dict.fromkeys(guesses)]
+
     distinct = {(each.leaf, each.value): each for each in reversed(found)}
     return [
         each for each in found if distinct[each.leaf, each.value] is each and each.leaf in leaves
@@ -188,6 +189,7 @@ def _leaves_behind(graph: LayerGraph, node: Any) -> list[int]:
         new = [source for source in waiting.pop().all_input_nodes if source not in seen]
         seen |= dict.fromkeys(new)
         waiting += new
+
     if any(graph.names.parameter(each) for each in seen if each.op == "get_attr"):
         return []
     return sorted(numbers[each] for each in seen if each in numbers)

@@ -62,6 +62,7 @@ def measure_compiled(
         spans = [range(index, index + 1) for index in range(len(layers))]
     else:
         spans = equal_spans([median(each.forward_s) + median(each.backward_s) for each in layers])
+
     found = _measure_runs(graph, batch, spans, steps, effort)
     saved = saved_as_compiled([layer.saved_bytes for layer in plain.layers], found)
     return Measurement(
@@ -105,6 +106,7 @@ def _measure_runs(
             observer.after_layer(
                 index, made_last([value for name, value in results.items() if name not in received])
             )
+
         return known[LOSS]
 
     def measure(whole: StepTimes, runs: Sequence[StepTimes]) -> None:
@@ -120,6 +122,7 @@ def _measure_runs(
     for done in range(effort.warmup):
         effort.progress("compiling", done / effort.warmup)
         measure(StepTimes(), [StepTimes() for _ in spans])
+
     times = CompiledTimes(spans, [StepTimes() for _ in spans], StepTimes(), saved, exchanged)
     repeat(effort, "measuring compiled", [lambda: measure(times.whole, times.runs)])
     return times
@@ -148,6 +151,7 @@ def _starts_of_equal_time(layer_seconds: Sequence[float], most: int) -> list[int
         if index and len(starts) < most and share_is_reached:
             starts.append(index)
         done += seconds
+
     return starts
 
 
@@ -168,6 +172,7 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
             for index in span:
                 times_s = of_part(layers[index])
                 of_part(scaled[index]).extend(seconds * factor for seconds in times_s)
+
     return scaled
 
 
@@ -185,6 +190,7 @@ def _without_ends(
             max(_LEAST_LEFT * seconds, seconds - excess_s * own / exchanged)
             for seconds, own in zip(runs_s, exchanged_bytes, strict=True)
         ]
+
     to_whole = _ratio(whole_s, sum(left_s))
     return [seconds * to_whole for seconds in left_s]
 
@@ -200,6 +206,7 @@ def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[in
             continue
         for index in span:
             scaled[index] = round(run_bytes * (layers[index] / of_layers))
+
     return scaled
 
 

@@ -49,6 +49,7 @@ def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) ->
             "steps alone"
         )
         return False
+
     _log.warning(
         f"{tried.kind} {tried.problem}: `plan solve` makes plans of one stage alone; hint: with "
         f"an optimizer that "

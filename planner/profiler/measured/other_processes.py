@@ -68,6 +68,7 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
             f"worker",
             hint="leave `processes` out, or give `device=cpu`",
         )
+
     cores = available_cores()
     if processes * threads > cores:
         raise InputError(
@@ -75,6 +76,7 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
             f"machine's {cores}",
             hint=f"it has room for `processes={max(1, cores // threads)}`",
         )
+
     if spec.path is None:
         raise InputError(
             f"the model '{spec.name}' is in this process's memory, where {processes - 1} others "
@@ -95,6 +97,7 @@ def contention(
     if not others:
         yield
         return
+
     assert spec.path is not None, "check_processes refuses models in memory"
     order = {
         "model": f"{spec.path.resolve()}:{spec.builder}",
@@ -179,6 +182,7 @@ def main(order: str) -> int:
     except PlannerError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code
+
     return 0
 
 

@@ -86,6 +86,7 @@ def measure_in_parts(
         layers += measured.layers
         assert measured.whole is not None
         wholes.append(measured.whole)
+
     # The first repeats of all parts make the first step, and so on, as far as all parts have one.
     columns = {name: [getattr(part, name) for part in wholes] for name in (*PARTS, "update_s")}
     whole = {
@@ -128,6 +129,7 @@ def _parts(graph: LayerGraph, most_bytes: int) -> Iterator[range]:
             start = index
             total = 0
         total += size
+
     yield range(start, len(sizes))
 
 
@@ -261,6 +263,7 @@ class _PartMeasurement(StepMeasurement):
         if not outputs:
             # no gradient returns, and this backward does nothing
             return torch.zeros((), requires_grad=True)
+
         given: Tensor = _Give.apply(self, *outputs)  # type: ignore[no-untyped-call]
         return given
 

@@ -68,6 +68,7 @@ class ProfilingOptions(ProfileOptions):
                 f"`dtype={self.dtype}` needs no master weights",
                 hint="give `dtype=bfloat16`, or leave them out",
             )
+
         layout = self.memory_format == "channels-last"
         autocast = None if self.master_weights else half
         return ModuleOptions(
@@ -90,11 +91,13 @@ class ProfilingOptions(ProfileOptions):
                 f"`seconds={self.seconds:g}` is no time to measure for",
                 hint=f"give `seconds={SECONDS:g}`",
             )
+
         if self.threads > (cores := os.cpu_count() or self.threads):
             raise InputError(
                 f"`threads={self.threads}` is more than this machine's {cores} cores",
                 hint="a worker's threads need a core each",
             )
+
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
         if self.tensor and self.compiled:
@@ -103,6 +106,7 @@ class ProfilingOptions(ProfileOptions):
                 "`tensor` and `compiled`"
             )
             raise InputError(message, hint="leave out one of them")
+
         if self.stage.compiled:
             check_compiler(device.type)
         return device
@@ -165,6 +169,7 @@ def profile_model(
             tensor = None
             if degrees:
                 tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees))
+
     checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
@@ -205,10 +210,12 @@ def _check_captured(
             f"not hold as a whole"
         )
         return False
+
     batches = [batch.to(device) for batch in batches]
     with thread_count(options.threads), runtime_of(device).random_state_kept(device):
         further = further_batches(spec, graph, batches[0])
         check_captured(spec, graph, [*batches, *further], options.stage)
+
     return True
 
 
@@ -256,6 +263,7 @@ def _measure(
         graph.model.to("cpu")
         gc.collect()
         runtime_of(device).empty_cache()
+
     return measure_in_parts(spec, graph, batch, device, effort)
 
 

@@ -77,6 +77,7 @@ class StepMeasurement:
         if span is None:
             graph.model.to(device)
             span = range(len(graph.layers))
+
         self._span = span
         self._spec = spec
         self._graph = graph
@@ -139,6 +140,7 @@ class StepMeasurement:
                 if isinstance(failure.__cause__, torch.OutOfMemoryError)
                 else failure
             ) from None
+
         self.counts = self._counted()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
@@ -182,6 +184,7 @@ class StepMeasurement:
         for _ in range(effort.warmup):
             steps.marked(self._forward, [StepTimes() for _ in layers])
             steps.update()
+
         # Marks slow a step down a little, so the whole step is measured without them.
         in_turn = [
             lambda: steps.whole(self._plain_forward, whole),

@@ -83,6 +83,7 @@ class _SavedStorages:
                 raise torch.OutOfMemoryError(
                     "a step saves more for its backward than the machine has memory free"
                 )
+
         # Detached, because an output saved by its own operation would be a cycle that is never
         # freed.
         return tensor.detach()
@@ -224,6 +225,7 @@ class _CpuMeter:
             else:
                 now += event.nbytes()
                 most = max(most, now)
+
         return peaks
 
 

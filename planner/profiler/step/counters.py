@@ -157,6 +157,7 @@ def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         else:
             weights = args[1:3]
         return _recurrent_flops(args[0], weights, backward=backward)
+
     return 0
 
 
@@ -220,6 +221,7 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
             hint="start plan profile without torchrun; the times of all-reduces follow from the "
             "cluster's links",
         )
+
     from planner.model.tensor.group import TensorGroup
 
     with fake_group(degree):
@@ -253,5 +255,6 @@ def degree_costs(
         columns["experts"] = tuple(
             max((division.experts.get(name, 0) for name in own), default=0) for own in layers
         )
+
     assert division.group is not None
     return DegreeCosts(degree=division.group.degree, source=part.provenance.source, **columns)

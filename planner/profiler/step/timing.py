@@ -86,6 +86,7 @@ class Clock:
             end = self.mark()
             self.wait()
             seconds.append(self.seconds(start, end))
+
         return median(seconds)
 
 
@@ -118,6 +119,7 @@ class LayerMarks(Generic[MarkT]):
             raise
         except RuntimeError as cause:
             raise step_failure(cause) from cause
+
         self._backward.append((-1, self._mark()))
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
@@ -232,6 +234,7 @@ class Steps:
         for piece, forward_s, backward_s in zip(times, *marks.sums(clock.seconds), strict=True):
             piece.forward_s.append(forward_s)
             piece.backward_s.append(backward_s)
+
         if clock.times_threads:
             for piece, forward_s, backward_s in zip(
                 times, *marks.sums(clock.thread_seconds), strict=True

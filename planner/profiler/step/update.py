@@ -75,6 +75,7 @@ def layer_updates(
         if update.takes_any:
             update_s = clock.median_s(update, _UPDATES)
         times.append((update_s, update.state_bytes))
+
     # All layers before any is repeated: the caches then hold other gradients, as in a training
     # step.
     rounds = [[_addition_s(parameters, clock) for parameters in layers] for _ in range(_ADDITIONS)]
@@ -98,11 +99,13 @@ def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[fl
         start = clock.mark()
         parameter.grad.add_(new)
         spans.append((start, clock.mark()))
+
     clock.wait()
     if clock.times_threads:
         betweens = [clock.seconds, clock.thread_seconds]
     else:
         betweens = [clock.seconds]
+
     return [sum(between(start, end) for start, end in spans) for between in betweens]
 
 
@@ -127,6 +130,7 @@ def update_workspaces(
             update()
             meter.mark()
         sizes.append(meter.peaks()[1])
+
     return sizes
 
 

@@ -434,6 +434,7 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
             "minibatch together."
         )
         swatches += [_swatch(f"mark of {run.source} rows", f'class="{run.source}"') for run in runs]
+
     if len(shown) < (workers := len(simulated.workers)):
         text += f" {len(shown)} of {workers} workers are shown."
     return {"what": escape(text), "legend": "".join(swatches)}

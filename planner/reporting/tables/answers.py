@@ -96,6 +96,7 @@ def comparison_legend(comparison: Comparison) -> str:
         lines.append(
             f"speed-up: over {comparison.over}; sent vs DP: bytes, relative to data parallelism"
         )
+
     lines.append(
         "memory: per GPU; stale: updates by which gradients are; idle: share of the workers' time "
         "without computation"
@@ -113,20 +114,24 @@ def comparison_legend(comparison: Comparison) -> str:
         if len(own) < len(others):
             named = ", ".join(own)
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
+
     if any("ZeRO" in row.name for row in others):
         lines.append(
             "ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights sharded "
             "over the GPUs"
         )
+
     if any(row.name == PACKED for row in others):
         lines.append(
             "packed: several samples in one row of the greatest length, without any padding "
             "between them"
         )
+
     if chosen.flop_utilisation is not None:
         lines.append(
             "MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation"
         )
+
     if by_formula := [
         row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name
     ]:
@@ -136,6 +141,7 @@ def comparison_legend(comparison: Comparison) -> str:
         lines.append(
             f"{names}: by the cost model, without simulation, so waiting for messages is left out"
         )
+
     return "\n".join(lines)
 
 
@@ -175,6 +181,7 @@ def fit_report(answer: Fit) -> str:
         parts += [f"note: {note}" for note in plan.notes]
         if odd := little_use_words(plan, limits):
             parts.append(f"warning: {odd}")
+
     if answer.trainer_run is not None:
         parts.insert(0, trainer_run_report(answer.trainer_run))
     if answer.others:
@@ -184,6 +191,7 @@ def fit_report(answer: Fit) -> str:
     if answer.not_tried:
         left = "; ".join(answer.not_tried)
         parts.append(f"note: the time limit ended the search before it tried: {left}")
+
     return "\n\n".join(parts)
 
 
@@ -201,6 +209,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         saved["a sharded optimizer's state"] = sum(
             stage.shards_optimizer_alone for stage in plan.stages
         )
+
     of_all = ""
     if len(plan.stages) > 1:
         of_all = f" of {len(plan.stages)} stages"
@@ -274,6 +283,7 @@ def _ways(plan: Plan) -> Table:
                 ratio,
             ]
         )
+
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
     return Table(headers, rows, "llrrrr")
 
@@ -307,6 +317,7 @@ def _gpus_cells(answer: Fit, row: FitRow, unit: str) -> dict[str, str]:
         cells["memory"] = format_bytes(_most(plan))
         cells[unit] = format_rate(_per_s(plan))
         cells["per GPU"] = format_rate(_per_s(plan) / plan.workers)
+
     return cells
 
 
@@ -319,6 +330,7 @@ def _split(plan: Plan) -> str:
         if config.endswith("stages)"):
             return config
         return f"{config} ({stages} stages)"
+
     stage = plan.stages[0]
     if not stage.shards_optimizer:
         return config
@@ -353,6 +365,7 @@ def explanation_report(explanation: Explanation, *, verbose: bool = False) -> st
             f"left out: {counted(idle, 'resource')}, busy for less than {WORTH_A_ROW:.0%} of the "
             f"time"
         )
+
     return "\n\n".join(parts)
 
 
@@ -374,6 +387,7 @@ def sentences(explanation: Explanation) -> str:
             f"({explanation.waiting_s / seconds:.0%}) it waits "
             "for messages or for other replicas."
         )
+
     lines.append(_optimality(explanation))
     lines += [_gain(each) for each in explanation.what_if]
     if explanation.out_of_time:
@@ -392,6 +406,7 @@ def _optimality(explanation: Explanation) -> str:
             f"{bound}: the search was "
             f"exact{', up to 1% of simulation' if solver.simulated else ''}."
         )
+
     return f"By the cost model {words.bound_words(solver)}."
 
 
@@ -406,6 +421,7 @@ def _gain(alternative: Alternative) -> str:
         faster = as_fast(1 + gain)
     else:
         faster = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+
     return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
 

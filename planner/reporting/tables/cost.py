@@ -23,6 +23,7 @@ def cost_lines(answer: Fit) -> list[str]:
         cheapest = answer.cheapest_row
         if cheapest is not None:
             lines.append(f"cheapest of these: {_words(cheapest)}")
+
     return lines
 
 

@@ -205,6 +205,7 @@ def _losses(plan: Plan) -> list[tuple[str, str | None]]:
             "of the one host of this plan: the run goes on from its newest checkpoint, if it "
             "writes any"
         )
+
     return [("copies", copies), ("a loss", moves)]
 
 
@@ -311,6 +312,7 @@ def staleness_warning(plan: Plan) -> tuple[str, str] | None:
         )
         hint = f"solve with `schedule={way.schedule}` and `microbatches={way.microbatches}`"
         return f"{faster}, and none of its gradients is stale", hint
+
     if plan.staleness <= LATE_UPDATES:
         return None
     stale = (
@@ -338,6 +340,7 @@ def cluster_line(cluster: Cluster) -> str:
         if cluster.backend is not None:
             measured = f", measured over {cluster.backend}"
         return f"{levels}, {_memory(cluster.memory_bytes)}{measured}"
+
     return f"{levels}: {'; '.join(_kind_words(cluster, kind) for kind in cluster.kinds)}"
 
 
@@ -353,6 +356,7 @@ def _level_words(level: Level) -> str:
         words += (
             f" (all-reduces measured between {slowest} and {fastest}: something disturbed them)"
         )
+
     return words
 
 
@@ -472,6 +476,7 @@ def speed_ups(plan: Plan) -> dict[str, str]:
         gpus = min(plan.cluster.gpus, plan.microbatches)
     else:
         gpus = plan.cluster.gpus
+
     on = f"data parallel on {counted(gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
     return {
@@ -502,6 +507,7 @@ def _speed_up(plan: Plan) -> str:
             words.append(f"{text} over {way}")
         else:
             words.append(f"{way} {text}")
+
     return ", ".join(words)
 
 
@@ -514,6 +520,7 @@ def best_baseline_line(plan: Plan) -> str | None:
         if plan.baselines:
             return "none of them fits the memory"
         return None
+
     if best.name == DATA_PARALLEL:
         return None
     ratio = as_fast(1 / share_of_speed(plan, best))

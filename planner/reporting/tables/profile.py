@@ -23,6 +23,7 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
     if words := disturbance_words(profile):
         hint = "profile again while nothing else runs"
         yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint
+
     device = profile.device
     measured = profile.provenance.source == "measured"
     if device.kind != "cpu" or not measured or plan.workers == 1:
@@ -139,6 +140,7 @@ def _device_words(device: Device) -> str:
         had += ", 1 thread"
     elif device.threads:
         had += f", {device.threads} threads"
+
     if device.processes is not None:
         had += f", one of {device.processes} busy processes"
     if device.kind != "cpu" and device.memory_bytes is not None:
@@ -204,6 +206,7 @@ def _lengths_words(profile: Profile) -> str | None:
         lengths.names, lengths.least, lengths.most, lengths.samples, strict=True
     ):
         words.append(f"{name} {least} to {most}, mean {fmean(samples):.1f}")
+
     fitted = f"fitted to {len(lengths.profiled)} lengths"
     return f"{'; '.join(words)}; the numbers are those of the greatest, {fitted}"
 
@@ -263,6 +266,7 @@ def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
                 "saved": format_bytes(layer.saved_bytes),
             }
         )
+
     return table_of(cells)
 
 
@@ -303,6 +307,7 @@ def _groups(profile: Profile) -> list[tuple[str | None, list[Layer]]]:
         names[group] = None
         if isinstance(group, tuple):
             names[group] = str(group[0])
+
     return [(names[group], layers) for group, layers in groups.items()]
 
 
@@ -320,6 +325,7 @@ def _keys(profile: Profile) -> list[object]:
         block = found[0]
         starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
         keys.append((starred.removeprefix("."), kind_of(layer)))
+
     return keys
 
 

@@ -157,6 +157,7 @@ def _loss(result: "TrainResult") -> str:
         return (
             "Trained on random batches: the model file has no dataset(), so the loss means nothing."
         )
+
     diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
     if diverged is not None:
         return f"The loss is not finite from minibatch {diverged} on: lower the learning rate."
@@ -222,6 +223,7 @@ def stage_times_table(comparison: RunComparison) -> Table:
             if measured_s > 0:
                 error = f" ({percent_error(simulated_s, measured_s)})"
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
+
     return Table(
         ["stage", "forward", "measured", "backward", "measured", "update", "measured"],
         rows,
@@ -384,6 +386,7 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
                 f"worker {worker.rank} (stage {stages[worker.rank]}) takes "
                 f"{1 / worker.speed:.2f} times as long as planned for its computations"
             )
+
     for number, (before, now) in enumerate(zip(planned.levels, levels, strict=True)):
         if before != now:
             where = "links"
@@ -393,6 +396,7 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
                 f"{where} carry {format_bandwidth(now.bandwidth_bytes_per_s)}, and "
                 f"{format_bandwidth(before.bandwidth_bytes_per_s)} was planned"
             )
+
     if all(link.measured_bytes_per_s is None for link in found.links) and planned.gpus > 1:
         yield "no message tells how fast links are, so they are as planned"
 

@@ -17,6 +17,7 @@ def schedules_report(comparison: ScheduleComparison) -> str:
     if planned:
         parts.append(table_of([_cells(row) for row in planned], "rllrrrrrr").text())
         parts.append("Speed-ups are over the first row with the same global batch.")
+
     parts += [
         f"no plan under {row.schedule}, {row.microbatches} microbatches: {row.obstacle}"
         for row in comparison.rows
@@ -33,6 +34,7 @@ def _cells(row: ScheduleRow) -> dict[str, str | None]:
         batch = row.microbatches
     else:
         batch = row.global_batch
+
     return {
         "global batch": f"{batch}",
         "schedule": str(row.schedule),

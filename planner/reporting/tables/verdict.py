@@ -52,6 +52,7 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
         parts.append(_beside(plan, best))
     elif plan.baselines:
         parts.append("where no baseline fits the memory")
+
     if limits is not None:
         parts.append(f"{limits.bubble:.0%} bubble")
     if plan.estimated_faster:
@@ -91,6 +92,7 @@ def _without_pipeline(plan: Plan) -> str:
         if plan.cluster.gpus == 1 or not knows_pipelines:
             return "One GPU"
         return "Use one GPU: more would not be faster"
+
     if plan.divides_sequences:
         config = config_words(plan.config, plan.context_ranks)
         what = f"{plan.context_words} ({config})"
@@ -100,6 +102,7 @@ def _without_pipeline(plan: Plan) -> str:
         what = f"data parallelism with {stage.sharding_words.removeprefix('data parallel, ')}"
     else:
         what = "data parallelism"
+
     if given:
         return f"{what[:1].upper()}{what[1:]}, as given"
     if plan.estimated_faster:
@@ -132,6 +135,7 @@ def synchronous_words(plan: Plan, way: OtherWay) -> str:
         batch = "at the same global batch"
     else:
         batch = f"at a global batch of {update_words(way.samples_per_update, plan.microbatch_size)}"
+
     speed = format_times(share_of_speed(plan, way))
     return f"{way.schedule} {batch}: {config_words(way.config)}, {speed}, no stale gradients"
 

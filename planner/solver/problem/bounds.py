@@ -83,6 +83,7 @@ def balanced_s(
     if schedule.asynchronous:
         model = replica_model(link_of(setting.cluster), schedule, microbatches)
         return model.least_s(everything).item() / total_speed + accumulating_s
+
     return once_s * max(1 / max(speeds), microbatches / total_speed) + accumulating_s
 
 

@@ -186,6 +186,7 @@ class _Lines:
             kind = kind_on(problem.layer_costs, cluster, everything, ranks)
             link = link_of(ranks)
             tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
+
         return tables
 
 

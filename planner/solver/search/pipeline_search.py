@@ -156,6 +156,7 @@ class PipelineSearch:
         if problem.placed and problem.precision > 0:
             # searches that need not be precise find no better bound
             return path.seconds * (1 - problem.precision)
+
         return search.bounded(path).bound_s
 
     def _in_columns(self, path: CutPath, best: Evaluation) -> BoundedPlans:

@@ -147,6 +147,7 @@ class Columns:
                 self._memory_bytes(kinds),
                 gpus_of(self.problem, kinds),
             )
+
         return self._tables[key]
 
 
