@@ -52,6 +52,11 @@ _VALUE_HINT = (
     "define loss(output, target)"
 )
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+_OTHER_SAMPLES = "does every sample of dataset() fit the model, as those of example_batch() do?"
+_OTHER_DEGREE = (
+    "its layers run in parts on several ranks, which may not divide them evenly: solve with "
+    "smaller degrees in `tensor`, and profile with the same"
+)
 
 
 def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
@@ -110,13 +115,17 @@ class FailuresPlaced:
     """Context that raises a LayerError, with its place in the user's file, where a captured
     operation fails.
 
-    `places` are by the names of values in the generated code; the errors of blocks lead to the
-    user's line themselves. One may be entered many times: a generator would take longer for every
-    unit.
+    One may be entered many times: a generator would take longer for every unit.
+
+    Args:
+        places: by the names of values in the generated code; the errors of blocks lead to the
+            user's line themselves.
+        in_parts: whether several ranks run the operations, each a part of them.
     """
 
-    def __init__(self, places: Mapping[str, str]) -> None:
+    def __init__(self, places: Mapping[str, str], *, in_parts: bool = False) -> None:
         self._places = places
+        self._hint = _OTHER_DEGREE if in_parts else _OTHER_SAMPLES
 
     def __enter__(self) -> None:
         return
@@ -134,7 +143,7 @@ class FailuresPlaced:
         # A line of generated code begins with the value that it makes: "linear_1 =
         # torch.nn.functional.linear(...)".
         name = re.match(r"\w+", generated[-1].line or "")
-        hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
+        hint = self._hint
         if isinstance(cause, torch.OutOfMemoryError):
             hint = "plan with less `memory`, or with `recompute=auto`"
         place = None

@@ -76,7 +76,7 @@ class StageModule(nn.Module):
         self.__dict__["units"] = units  # they are no modules of the model
         # of the inputs, the received values and the numbers: the sent values, then the loss
         self._code = code
-        self._failures = FailuresPlaced(places)
+        self._failures = FailuresPlaced(places, in_parts=bool(division.cuts))
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
         self._batch_spec = graph.batch_spec
         self._constants = graph.constants

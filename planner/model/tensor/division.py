@@ -2,7 +2,7 @@
 again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem
@@ -17,6 +17,7 @@ from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import is_random
 from planner.model.options import gradient_hooks, parameter_like
 from planner.model.tensor.dimensions import (
+    COPIES,
     PARTS,
     PRODUCTS,
     RESHAPES,
@@ -618,21 +619,25 @@ def _splits_heads(product: fx.Node, degree: int) -> bool:
             counts = [shape_of(node)[dimension]]
         else:
             values = [user for user in node.users if user.target is getitem] or [node]
-            counts = [_heads(user, value) for value in values for user in value.users]
+            counts = [count for value in values for count in _heads(value)]
         if any(count % degree for count in counts):
             return True
 
     return False
 
 
-def _heads(view: fx.Node, value: fx.Node) -> int:
-    """Return the outermost of the sizes that a view divides a value's last dimension into; 0 if it
-    keeps it.
+def _heads(value: fx.Node) -> Iterator[int]:
+    """Yield the outermost of the sizes that views divide a value's last dimension into, those of
+    copies and of other views of it as well.
     """
     last = len(shape_of(value)) - 1
-    place = None
-    if packet_of(view) in VIEWS:
-        place = dimension_of(view, {value: last})
-    if place is None or place == len(shape_of(view)) - 1:
-        return 0
-    return int(shape_of(view)[place])
+    for view in value.users:
+        place = None
+        if packet_of(view) in (*RESHAPES, *COPIES):
+            place = dimension_of(view, {value: last})
+        if place is None:
+            continue
+        if place == len(shape_of(view)) - 1:
+            yield from _heads(view)  # it keeps the dimension
+        else:
+            yield int(shape_of(view)[place])

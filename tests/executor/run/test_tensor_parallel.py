@@ -169,6 +169,16 @@ def assert_close(found: Weights, expected: Weights, rtol: float = 1e-7, atol: fl
             id="1x2-2x2, flattened",
             marks=pytest.mark.slow,
         ),
+        # of two key-value heads
+        pytest.param(
+            "flattened",
+            (1,),
+            (4,),
+            PIPELINED[1:2],
+            6,
+            id="1x4, flattened",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("tied head", (1, 1), (2, 2), PIPELINED[1:2], 6, id="1x2-1x2, tied head"),
         pytest.param(
             "tied head", (1,), (2,), PIPELINED[:3], 20, id="1x2, tied head", marks=pytest.mark.slow
