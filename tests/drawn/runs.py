@@ -17,11 +17,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import planner
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
+from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
@@ -49,7 +51,7 @@ MOST_WORKERS = 4
 
 Dividing = Literal["nothing", "layers", "tokens", "sequences", "samples"]
 
-IN_DOUBLE = ("attention", "packed", "flattened", "tied head")
+IN_DOUBLE = ("attention", "packed", "flattened", "tied head", "language")
 WITH_EXPERTS = ("experts", "experts alone")  # whose products are in bfloat16
 SYNCHRONOUS = ("1f1b-flush", "gpipe", "zb-h1", "interleaved", "zb-v", "v-half", "v-min")
 ASYNCHRONOUS = ("1f1b", "2bw")
@@ -119,7 +121,10 @@ def draw_run(seed: int) -> DrawnRun:
     # 2BW has a microbatch for each replica.
     microbatches = chosen.choice((1, 2, 3, 4)) if schedule.divides else 1
     microbatches = 4 if schedule.name == "2bw" else microbatches
-    model = chosen.choice((*IN_DOUBLE, *WITH_EXPERTS))
+    # Under asynchronous schedules stages that share a weight step it at the depth of the deepest.
+    # That formula, for which the weight's copies need names of their own, is tested elsewhere.
+    models = (*IN_DOUBLE, *WITH_EXPERTS)
+    model = chosen.choice([each for each in models if not (asynchronous and each == "tied head")])
     # Of a dataset the last minibatch of an epoch may be smaller; 2BW's reference knows none such.
     samples = chosen.choice((None, 21, 36)) if schedule.name != "2bw" else None
     resumed = not asynchronous and samples is not None and chosen.random() < 0.4
@@ -162,7 +167,7 @@ def _draw_division(
             replicas = [chosen.choice((1, 2, 4))]
         if chunks > 1:
             replicas = [replicas[0]] * stages
-        degree = chosen.choice((1, 1, 2, 2, 4))
+        degree = 1 if model == "language" else chosen.choice((1, 1, 2, 2, 4))
         found = Division(tuple(replicas * chunks), degree)
         if 2 <= found.workers(chunks) <= MOST_WORKERS:
             break
@@ -187,6 +192,13 @@ def _draw_division(
     )
 
 
+# Appended to a model file whose weights are in single precision.
+DOUBLE = """
+def build_model(build=build_model):
+    return build().double()
+"""
+
+
 def _chunks(schedule: Schedule) -> int:
     if not schedule.chunked:
         return 1
@@ -196,6 +208,7 @@ def _chunks(schedule: Schedule) -> int:
 def write_file(run: DrawnRun, folder: Path) -> Path:
     """Write the run's model file, and return its path."""
     more = RATES if run.rates else ""
+    more += DOUBLE if run.model == "language" else ""
     return write_model(folder, run.model, run.optimizer, samples=run.samples, more=more)
 
 
@@ -261,7 +274,8 @@ def losses_by_own_loop(job: Job) -> list[float]:
             drop_last=job.options.drop_last,
         )
         for number in range(first, job.steps or 0):
-            pipeline.step(_whole_minibatch(data, number))
+            minibatch = _whole_minibatch(data, number)
+            pipeline.step((minibatch.args, minibatch.kwargs, minibatch.target))
         if job.checkpoints.every is not None:
             pipeline.save_checkpoint(job.checkpoints.folder)
         if job.save_weights is not None:
@@ -270,11 +284,12 @@ def losses_by_own_loop(job: Job) -> list[float]:
         return [loss for _, loss in sorted(pipeline.losses.items())]
 
 
-def _whole_minibatch(data: BatchSource, number: int) -> tuple[tuple[Tensor, ...], Tensor]:
+def _whole_minibatch(data: BatchSource, number: int) -> Batch:
     units = [Unit(number, part) for part in range(data.microbatches)]
     parts = [data.batch(unit) for unit in units if data.size(unit)]
-    columns = zip(*(part.args for part in parts), strict=True)
-    return tuple(map(torch.cat, columns)), torch.cat([part.target for part in parts])
+    trees = [(part.args, part.kwargs, part.target) for part in parts]
+    args, kwargs, target = tree_map(lambda *tensors: torch.cat(tensors), *trees)
+    return Batch(args, kwargs, target)
 
 
 def expected_of(run: DrawnRun, path: Path, plan: Plan) -> tuple[list[float], Weights]:

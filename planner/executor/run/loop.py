@@ -100,15 +100,15 @@ class Groups:
 def _groups_of_sequences(context: PipelineContext) -> dict[int, dist.ProcessGroup]:
     """Return the groups in which ranks that divide sequences add up the gradients of all weights,
     by this worker's stages; all workers call it.
+
+    Stages of the same ranks have a group each: replicas with different numbers of microbatches may
+    come to their all-reduces in different orders.
     """
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     groups = {}
     for index, stage in enumerate(context.job.plan.stages):
-        ranks = tuple(stage.ranks)
-        if ranks not in made:
-            made[ranks] = context.groups.for_collectives(ranks)
-        if context.rank in ranks:
-            groups[index] = made[ranks]
+        made = context.groups.for_collectives(tuple(stage.ranks))
+        if context.rank in stage.ranks:
+            groups[index] = made
 
     return groups
 

@@ -86,6 +86,8 @@ def _signed(change: float) -> str:
         return "0%"
     if change >= words.MUCH_MORE:
         return f"{1 + change:,.0f}x"
+    if change < 0:
+        return f"-{words.share_text(-change)}"
     return f"{change:+.0%}"
 
 

@@ -558,8 +558,15 @@ def _than_data_parallel(cut: float | None) -> str:
     if -cut >= MUCH_MORE:
         return f"{1 - cut:,.0f}x as much as data parallel"
     if cut > 0:
-        return f"{cut:.0%} less than data parallel"
+        return f"{share_text(cut)} less than data parallel"
     return f"{-cut:.0%} more than data parallel"
+
+
+def share_text(share: float) -> str:
+    """Write a share: "96%"; "99.8%" where that would be all of it, and is not."""
+    if round(share, 2) < 1 or share >= 1:
+        return f"{share:.0%}"
+    return f"{min(share, 0.999):.1%}"
 
 
 def _solver(plan: Plan) -> str:

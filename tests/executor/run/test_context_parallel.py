@@ -159,6 +159,24 @@ def test_ranks_that_divide_sequences_train_as_one_process(
         assert_close(weights, expected, 1e-10, 1e-12)
 
 
+def test_replicas_without_a_microbatch_do_not_mix_the_gradients_of_their_stages(
+    tmp_path: Path,
+) -> None:
+    """The stages of a worker are all-reduced among the same ranks, and a replica that has nothing
+    to do comes to them in another order than one whose second stage recomputes.
+    """
+    path = write_model(tmp_path, "packed", "momentum")
+    plan = make_plan(structural_profile(path, BATCH_SIZE), (2, 2), "zb-v", 1, chunks=2)
+    plan = by_sequences(recomputing(plan, (False, 2)), 2)
+    saved = str(tmp_path / "weights.pt")
+    job = Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=saved)
+    (result,) = run_jobs([job], tmp_path)
+
+    losses, expected = Reference(path, 1).train(plan, STEPS)
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-10)
+    assert_close(torch.load(saved, weights_only=True), expected, 1e-10, 1e-12)
+
+
 BESIDE: dict[str, dict[str, Any]] = {
     "clipped apart": {"schedule": "1f1b", "options": TrainingOptions(clip_grad_norm=0.3)},
     "clipped together": {"options": TrainingOptions(clip_grad_norm=0.3)},
