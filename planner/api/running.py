@@ -57,6 +57,7 @@ from planner.profiler.estimated.devices import (
     DType,
     check_kind,
     device_spec,
+    known_as,
     parse_dtype,
     parse_precision,
     usual_dtype,
@@ -189,6 +190,7 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
         2
     """
     clock = _clock_of(options)
+    options = _with_known_names(options)
     gpus, options = count_gpus(gpus, options)
     if isinstance(options.gpu, Mapping) and len(options.gpu) == 1:
         gpus = counted_gpus(options.gpu, gpus)
@@ -386,6 +388,24 @@ def _check_price(options: FitOptions) -> None:
             f"`dollars_per_gpu_hour={dollars:g}` is no price of a training whose length is unknown",
             hint="give `train_tokens`, as in `train_tokens=15T`",
         )
+
+
+def _with_known_names(options: FitOptions) -> FitOptions:
+    """Return the options with the table's names of GPUs: "rtx-4090" for "RTX4090"."""
+    if isinstance(options.gpu, str):
+        return replace(options, gpu=known_as(options.gpu))
+
+    counts: dict[str, int] = {}
+    for name, count in options.gpu.items():
+        known = known_as(name)
+        if known in counts:
+            raise InputError(f"`gpu` names {known} twice", hint="give each kind once")
+        counts[known] = count
+
+    rates = options.bandwidth
+    if isinstance(rates, Mapping):
+        rates = {known_as(name): each for name, each in rates.items()}
+    return replace(options, gpu=counts, bandwidth=rates)
 
 
 def _devices(options: FitOptions) -> tuple[DeviceSpec | dict[str, DeviceSpec], DType]:

@@ -415,9 +415,13 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
                     f"divides the direct children "
                 )
                 problem += "of a model, and lists among them between their elements"
-                raise PlanError(
-                    problem, hint="solve with `granularity=block`; or profile with blocks(model)"
-                )
+                hint = "solve with `granularity=block`; or profile with blocks(model)"
+                if any(part.isdigit() for part in rest.split(".")[:2]):  # as in 'model.layers.0'
+                    hint = (
+                        "export with `system=megatron`; or plan a model file that builds "
+                        "torchtitan's own model, whose blocks are a list among its children"
+                    )
+                raise PlanError(problem, hint=hint)
             children[child].add(index)
             if number.isdigit():
                 numbered[child][int(number)] = index

@@ -132,10 +132,11 @@ def test_what_it_cannot_express() -> None:
         planner.export(plan_of([["embed", "layers.1.mlp"], ["layers.0.mlp", "loss"]]), "torchtitan")
     with pytest.raises(
         PlanError, match="cut before stage 1 is inside 'transformer', and torchtitan divides"
-    ):
+    ) as caught:
         planner.export(
             plan_of([["transformer.h.0.mlp"], ["transformer.h.1.mlp", "loss"]]), "torchtitan"
         )
+    assert "system=megatron" in caught.value.hint, "other cuts of such a model do not help"
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'layers\.1'"):
         planner.export(
             plan_of([["layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "loss"]]),

@@ -38,6 +38,7 @@ from planner.profiler.estimated.eight_bit_gpus import EIGHT_BITS, RATES, EightBi
 from planner.units import parse_seconds
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
+_FAMILIES = ("nvidia", "geforce", "tesla", "amd", "instinct")  # that people put before a name
 DTYPES: tuple[DType, ...] = get_args(DType)
 Precision = DType | EightBits  # of an operation
 _ALIASES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -254,13 +255,27 @@ def launch_of(host: str) -> float:
         raise InputError(message, hint=did_you_mean(host, HOSTS) + hint) from None
 
 
+def known_as(name: str) -> str:
+    """Return the name of a device in the table, also where it is written otherwise: "RTX4090",
+    "4090" and "NVIDIA GeForce RTX 4090" are "rtx-4090"; another name comes back in lower case.
+    """
+    written = _letters_and_digits(name)
+    return next((each for each in DEVICES if _letters_and_digits(each) == written), name.lower())
+
+
+def _letters_and_digits(name: str) -> str:
+    """Return what tells a name from others: "4090"; makers and families do not."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "".join(word for word in words if word not in _FAMILIES).removeprefix("rtx")
+
+
 def device_spec(name: str, dtype: DType) -> DeviceSpec:
     """Return the device of that name.
 
     Raises:
         InputError: when the table has no such device, or the device no such arithmetic.
     """
-    spec = DEVICES.get(name.lower())
+    spec = DEVICES.get(known_as(name))
     if spec is None:
         raise InputError(
             f"there is no estimate for device '{name}'",
@@ -275,7 +290,7 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
 def check_kind(name: str, *, alone: bool) -> None:
     """Raise InputError for a GPU that is not in the table; CPUs are a kind that stands `alone`."""
     known = [gpu for gpu in DEVICES if gpu != "cpu"]
-    if name.lower() in known or (alone and name.lower() == "cpu"):
+    if known_as(name) in known or (alone and name.lower() == "cpu"):
         return
     raise InputError(
         f"`gpu={name}` is no kind of GPU that is known",

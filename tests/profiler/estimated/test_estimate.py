@@ -20,6 +20,7 @@ from planner.profiler.estimated.devices import (
     DeviceSpec,
     DType,
     device_spec,
+    known_as,
     parse_dtype,
 )
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
@@ -450,6 +451,26 @@ def test_unknown_devices_and_types(device: str, dtype: DType, words: str) -> Non
         device_spec(device, dtype)
     assert device in error.value.message
     assert words in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("RTX4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("A100 80GB", "a100-80gb"),
+        ("Tesla V100", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("V1000", "v1000"),
+    ],
+)
+def test_names_as_people_write_them(written: str, name: str) -> None:
+    assert known_as(written) == name
+
+
+def test_every_device_is_known_by_its_own_name() -> None:
+    assert [known_as(name) for name in DEVICES] == list(DEVICES)
 
 
 def test_names_of_types() -> None:
