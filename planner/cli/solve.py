@@ -48,7 +48,9 @@ NEXT = """\
   plan show                                     # stages, memory, what limits the plan
   plan report                                   # all of it, with a timeline"""
 TRAIN = """
-  {train:45} # on those GPUs, with a dataset() in {model}"""
+  {train:45} # on those GPUs, with a dataset() in {model}{more}"""
+MORE_MEMORY = """
+                                                # it takes more memory than priced: see the note"""
 EXPORT = """
   plan export --to torchtitan                   # which shards sequences; plan train does not"""
 PRICE = """\
@@ -260,7 +262,8 @@ def fit(args: argparse.Namespace) -> int:
     if not trains_sequences(plan):
         steps += EXPORT
     elif _is_trained_here(plan):
-        steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
+        more = MORE_MEMORY if _is_priced_as_fused(plan) else ""
+        steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name, more=more)
 
     output.print_progress("\n" + steps)
     return 0
@@ -275,6 +278,13 @@ def _is_trained_here(plan: planner.Plan) -> bool:
     offloaded = plan.cluster.offload is not None
     across = plan.experts_across or plan.shards_divided_layers
     return plan.trainable and not (in_few_bits or offloaded or across)
+
+
+def _is_priced_as_fused(plan: planner.Plan) -> bool:
+    """Return whether a note of the plan says what the executor does not fuse as its estimate."""
+    from planner.profiler.estimated.stacks import find_stack
+
+    return plan.stack is not None and find_stack(plan.stack).fuses_anything
 
 
 def price(args: argparse.Namespace) -> int:
