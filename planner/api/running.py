@@ -13,7 +13,7 @@ from pathlib import Path
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.as_trained import as_trained
 from planner.api.mixed_servers import MixedServers, counted_gpus
-from planner.api.servers import Servers, count_gpus
+from planner.api.servers import Servers, count_gpus, too_fast_words
 from planner.api.trainer_run import (
     GivenRun,
     TrainerQuestion,
@@ -89,6 +89,12 @@ from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
 SEARCHING = 0.7  # share of the time for a search, before a trainer's run is priced
+
+
+_FEW_BLOCKS = (
+    "only a few of the model's equal blocks were read, to answer in time, so `plan train` does not "
+    "take this plan; with `time_limit_s=none` all are read"
+)
 
 
 @keywords_of(ProfilingOptions)
@@ -242,7 +248,9 @@ def fit(model: str | Path, gpus: int | None = None, options: FitOptions = _UNSAI
     answer = _with_slow_links(answer, request.about(profile, clock))
     answer = _as_trained(answer)
     if file.named and not profile.trainable:
-        answer = _of_few_blocks(answer)
+        answer = _noting(answer, _FEW_BLOCKS)
+    if isinstance(servers, Servers) and not servers.joined_alike:
+        answer = _noting(answer, too_fast_words(str(options.gpu), servers.rates[0]))
     if trained is not None:
         answer = _beside_trainer(answer, request, trained)
     return _saved(answer, profile, file)
@@ -256,16 +264,12 @@ def _as_trained(answer: Fit) -> Fit:
     return replace(answer, asked=replace(answer.asked, plan=as_trained(plan)))
 
 
-def _of_few_blocks(answer: Fit) -> Fit:
-    """Return the answer with a note that its plan cannot be trained."""
+def _noting(answer: Fit, sentence: str) -> Fit:
+    """Return the answer with a note on its plan, if it has one and there is something to say."""
     plan = answer.asked.plan
-    if plan is None:
+    if plan is None or not sentence:
         return answer
-    plan = plan.noting(
-        "only a few of the model's equal blocks were read, to answer in time, so `plan train` does "
-        "not take this plan; with `time_limit_s=none` all are read"
-    )
-    return replace(answer, asked=replace(answer.asked, plan=plan))
+    return replace(answer, asked=replace(answer.asked, plan=plan.noting(sentence)))
 
 
 def _clock_of(options: FitOptions) -> Clock:

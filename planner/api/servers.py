@@ -18,6 +18,7 @@ from planner.formats.cluster import (
 from planner.formats.files import replace
 from planner.formats.link_names import (
     link_bandwidth,
+    names_link,
     usual_between,
     usual_host_link,
     usual_link,
@@ -149,6 +150,19 @@ def offload_of(
     return optimizer_offload(rate, gpus_per_server)
 
 
+def too_fast_words(gpu: str, rate: float | str) -> str:
+    """Say that GPUs of a kind do not reach each other by the link that a name stands for; "" where
+    they do.
+    """
+    usual = usual_link(gpu)
+    if not names_link(rate) or names_link(usual):
+        return ""
+    return (
+        f"`bandwidth={rate}` is what GPUs have that reach each other directly, and the driver of "
+        f"{gpu} does not let them: what they send passes the host's memory, at about {usual}"
+    )
+
+
 @dataclass(frozen=True)
 class Servers:
     """Equal servers.
@@ -188,12 +202,14 @@ class Servers:
             )
 
         rates = listed(options.bandwidth)
-        if rates:
-            check_rates(rates, gpus, count)
-
         usual: list[float | str] = [usual_link(gpu), usual_between(gpu)]
         if 1 < count == gpus:
             usual = usual[1:]
+        if 1 < count < gpus and len(rates) == 1 and not names_link(rates[0]):
+            rates = [usual[0], *rates]  # that of a network; a name would be of links inside
+
+        if rates:
+            check_rates(rates, gpus, count)
         offload = offload_of(options, gpu, gpus // count)
         return cls(gpus, count, rates + usual[len(rates) :], options.compress, offload)
 

@@ -33,7 +33,7 @@ Say in one screen whether a model fits your GPUs, how to split it, how fast it w
 baselines would give, and how few GPUs would do. All numbers are estimates: nothing is measured, and
 no weights are made or downloaded.
 
-    plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
+    plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth 10Gbps
     plan fit llama-7b --gpus 8 --gpu a100-80gb     # one server of 8
     plan fit path/to/config.json --servers 2 --gpus-per-server 8 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090

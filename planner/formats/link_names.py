@@ -116,6 +116,11 @@ def known_rate(text: str) -> str:
     return text.strip()
 
 
+def names_link(rate: float | str) -> bool:
+    """Return whether a rate is said by the name of a link, such as "pcie4"."""
+    return isinstance(rate, str) and rate.strip()[:1].isalpha()
+
+
 def link_bandwidth(text: str) -> float:
     """Return the bytes per second that the named link achieves, or of a rate such as "10Gbps"; else
     raise UnitError.

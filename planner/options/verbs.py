@@ -99,8 +99,8 @@ class FitOptions(SolveOptions):
     bandwidth: Quantities | Mapping[str, Quantities] | None = option(
         None,
         "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; "
-        "servers of one GPU "
-        "have one link: 1Gbps; kinds of GPUs may have their own: "
+        "the latter alone, 10Gbps, where the GPUs have the links of their kind, or servers one GPU "
+        "each; kinds of GPUs may have their own: "
         f"{RATES_EXAMPLE}",
         "RATE",
         parse=link_rates,

@@ -181,7 +181,9 @@ def _draw_division(
     if len(found.replicas) == 1 and replicas[0] > 1 and shares_evenly:
         level = chosen.choice((0, 1, 2, 3))
     grouped = level > 1 and replicas[0] == 4 and chosen.random() < 0.5
-    again = tuple(chosen.choice((False, False, True, 2)) for _ in found.replicas)
+    # a stage of one layer, as `language` may have, has no parts
+    ways = (False, False, True) if model == "language" else (False, False, True, 2)
+    again = tuple(chosen.choice(ways) for _ in found.replicas)
     return replace(
         found,
         dividing=dividing,
