@@ -10,6 +10,7 @@ import pytest
 
 import planner
 import planner.options
+import planner.options.verbs
 from planner.errors import InputError
 from planner.options.option import Options, choices_of, options_in
 from tests.samples import layer, profile
@@ -82,6 +83,32 @@ def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
                 assert all(str(choice) in error.value.hint for choice in choices_of(each.type))
                 refused.add(each.name)
     assert refused >= {"compress", "recompute", "solver", "granularity", "memory_format"}
+
+
+def test_what_is_no_number_is_refused_where_an_option_wants_one() -> None:
+    refused = set()
+    for record in _records():
+        needed = {
+            each.name: 1
+            for each, _ in options_in(record)
+            if each.default is MISSING and each.default_factory is MISSING
+        }
+        for each, option in options_in(record):
+            bounded = option.least is not None or option.positive
+            if not bounded or option.parse is not None:
+                continue
+            for value in ("two", [None], True):
+                with pytest.raises(InputError, match=f"`{each.name}=") as error:
+                    record(**needed | {each.name: value})
+                assert error.value.hint
+            refused.add(each.name)
+    assert refused >= {"servers", "gpus_per_server", "steps", "max_stages"}
+
+
+def test_one_number_is_a_list_of_it_where_there_may_be_several() -> None:
+    assert planner.options.verbs.ScheduleOptions(microbatches=4).microbatches == [4]  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="too small"):
+        planner.options.verbs.ScheduleOptions(microbatches=[4, 0])
 
 
 def test_no_stages_are_no_plan() -> None:

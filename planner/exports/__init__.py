@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from planner.arguments import checked
+from planner.errors import InputError, did_you_mean
 from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.plan import Plan
 
@@ -25,6 +26,7 @@ def export(plan: Plan, system: System) -> str:
             Python.
 
     Raises:
+        InputError: for another system.
         PlanError: for what the system cannot express, such as stages with different numbers of
             replicas.
 
@@ -36,4 +38,10 @@ def export(plan: Plan, system: System) -> str:
         >>> "data_parallel_replicate_degree=2" in config
         True
     """
+    if system not in _WRITERS:
+        known = ", ".join(_WRITERS)
+        raise InputError(
+            f"plans are not written for '{system}'",
+            hint=f"{did_you_mean(system, _WRITERS)}`system` is one of {known}",
+        )
     return _WRITERS[system](plan)

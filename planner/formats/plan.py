@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.arguments import checked
-from planner.errors import PlanError
+from planner.errors import PlanError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.files import AlwaysTrue, GrownRecord, load_record, replace, save_record
 from planner.formats.names import EightBits, StackName
@@ -156,14 +156,22 @@ class Plan(DividedSequences, Shown, GrownRecord):
 
         Args:
             profile: that it was made from; profile.json where it is None.
+
+        Raises:
+            ProfileError: where there is no profile.json.
         """
         source = profile
+        if profile is None and not Path("profile.json").exists():
+            raise ProfileError(
+                "there is no profile.json here to compare the plan with others by",
+                hint="give the profile that it was made from: plan.compare(profile)",
+            )
         if profile is None:
             source = verb("load_profile")("profile.json")
         return verb("compare")(source, self, **options)
 
     def report(self, output: Path | str | None = None, **options: Any) -> Path:
-        """Write all about the plan to one HTML file, as `planner.report(plan)` does."""
+        """Write all about the plan to one HTML file, as `planner.report(plan, output)` does."""
         path: Path = verb("report")(self, output, **options)
         return path
 

@@ -163,6 +163,9 @@ class Timeline(Shown, Record):
 
         Returns:
             The axes, or a picture that a notebook shows, whose `save("timeline.svg")` writes it.
+
+        Raises:
+            InputError: for a window that is no pair of times.
         """
         return import_module("planner.reporting.svg").plot(self, window, axes)
 

@@ -5,8 +5,9 @@ documentation.
 import inspect
 import textwrap
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from numbers import Real
 from types import UnionType
 from typing import (
     Any,
@@ -107,6 +108,11 @@ class Options:
             if isinstance(value, str) and option.parse is not None:
                 value = _parsed(each.name, value, option)
                 object.__setattr__(self, each.name, value)
+            listed = _as_list(value, each.type)
+            if listed is not value:
+                value = listed
+                object.__setattr__(self, each.name, value)
+            _check_numbers(each.name, value, each.type, option)
             _check_choice(each.name, value, each.type)
             _check_bounds(each.name, value, option)
 
@@ -137,8 +143,32 @@ def _parsed(name: str, text: str, option: Option) -> Any:
         raise InputError(f"`{name}`: {error}", hint=f"for example: {option.metavar}") from None
 
 
+def _as_list(value: Any, kind: Any) -> Any:
+    """Return one number as a list of it, where the type is of several."""
+    if kind == Sequence[int] and isinstance(value, Real) and not isinstance(value, bool):
+        return [value]
+    return value
+
+
+def _check_numbers(name: str, value: Any, kind: Any, option: Option) -> None:
+    """Raise InputError for what is no number, or no list of numbers where the type is one."""
+    numbers = [value]
+    if kind == Sequence[int]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            hint = f"give a list of numbers: `{name}=[2, 4]`"
+            raise InputError(f"`{name}={value!r}` is no list of numbers", hint=hint)
+        numbers = list(value)
+    elif option.least is None and not option.positive:
+        return
+
+    for number in numbers:
+        if not isinstance(number, Real) or isinstance(number, bool):
+            raise InputError(f"`{name}={value!r}` is no number", hint=f"give `{name}` a number")
+
+
 def _check_bounds(name: str, value: Any, option: Option) -> None:
-    if option.least is not None and value < option.least:
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if option.least is not None and any(number < option.least for number in numbers):
         hint = f"give `{name}` {option.least} or more"
         raise InputError(f"`{name}={value}` is too small", hint=hint)
     if option.positive and not 0 < value < float("inf"):

@@ -271,6 +271,7 @@ class ScheduleOptions(StageRules):
         "global batch",
         "M,M",
         parse=microbatch_counts,
+        least=1,
         told="4 per GPU",
     )
     time_limit_s: float | None = same(SolveOptions, "time_limit_s")

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from planner.errors import InputError
 from planner.formats.files import write_text
 from planner.formats.timeline import Event, Lane, Timeline
 from planner.reporting.timeline import COLOURS, TEXTS, colour_legend, ink_on, rows_of, shown_workers
@@ -235,6 +236,10 @@ class Picture:
 
 def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = None) -> Any:
     """Return the picture of a run; `planner.formats.timeline.Timeline.plot` says how."""
+    if window is not None and not (isinstance(window, tuple | list) and len(window) == 2):
+        raise InputError(
+            f"`window={window!r}` is no pair of times", hint="give two, in seconds: window=(0.5, 1)"
+        )
     if axes is None:
         return Picture(timeline_svg([run], window))
 

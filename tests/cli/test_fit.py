@@ -327,7 +327,8 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
             "6 GPUs do not split evenly over 4 servers\nhint: give --servers as one of 1, 2, 3, 6",
         ),
         (
-            ("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"),
+            # by its name a link inside servers, while a rate would be that between them
+            ("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "pcie4"),
             "--bandwidth has 1 rate for 2 servers",
         ),
         (

@@ -139,7 +139,7 @@ def comparison_legend(comparison: Comparison) -> str:
     ]:
         names = "all"
         if len(by_formula) < len(comparison.rows):
-            names = ", ".join(by_formula)
+            names = "; ".join(by_formula)  # some names have commas
         lines.append(
             f"{names}: by the cost model, without simulation, so waiting for messages is left out"
         )

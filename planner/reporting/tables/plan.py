@@ -3,7 +3,7 @@ to train.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -635,10 +635,10 @@ def memory_table(plan: Plan) -> Table:
     """Tabulate the memory per GPU and its parts; equal neighbours, and stages of one GPU, share a
     row.
     """
-    first_on: dict[tuple[int, ...], int] = {}
+    stages_on: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
-        first_on.setdefault(stage.ranks, number)
-    parts = {number: memory_parts(plan, number) for number in first_on.values()}
+        stages_on[stage.ranks].append(number)
+    parts = {numbers[0]: memory_parts(plan, numbers[0]) for numbers in stages_on.values()}
     shown = [name for name in _PARTS if any(sizes[name] for sizes in parts.values())]
 
     def cells(number: int) -> list[str]:
@@ -648,7 +648,12 @@ def memory_table(plan: Plan) -> Table:
     for own, alike in groupby(parts, key=cells):
         numbers = list(alike)
         total = format_bytes(sum(parts[numbers[0]].values()))
-        rows.append([number_range(numbers), total, *own])
+        stages = number_range(numbers)
+        if plan.chunks > 1:  # each GPU's stages: "0, 7"
+            held = [stages_on[plan.stages[number].ranks] for number in numbers]
+            each = [", ".join(map(str, stages)) for stages in held]
+            stages = each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}"
+        rows.append([stages, total, *own])
 
     uses = [name.removesuffix("_bytes").replace("_", " ") for name in shown]
     headers = ["stage", "memory per GPU", *uses]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay, SolverReport, short_config
+from planner.formats.plan_parts import OtherWay, SolverReport, config_words, short_config
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
@@ -119,9 +119,9 @@ def _stages_words(plan: Plan) -> str:
     """Name a plan by its stages, and by what its replicas divide where it has one stage."""
     (stage, *others) = plan.stages
     if others or not stage.shards_optimizer:
-        return short_config(plan.config)
+        return config_words(plan.config)
     return (
-        f"{short_config(plan.config)} with {stage.sharding_words.removeprefix('data parallel, ')}"
+        f"{config_words(plan.config)} with {stage.sharding_words.removeprefix('data parallel, ')}"
     )
 
 

@@ -173,7 +173,9 @@ def _first_of(
 
 
 def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
-    """Return the argument for the fewest GPUs on which a plan fits; empty if they are not known."""
+    """Return the fewest GPUs on which a plan fits, as an argument where there is one; empty if they
+    are not known.
+    """
 
     def enough(gpus: int) -> int | None:
         if fits(gpus, memory_bytes) is None:
@@ -189,7 +191,13 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
 
     if gpus is None or not proven:
         return []
-    return [f"`gpus={gpus * problem.degree}`"]
+    total = gpus * problem.degree
+    if len(problem.cluster.levels) == 1:
+        return [f"`gpus={total}`"]
+    # Whoever has said how many servers there are gives no number of GPUs.
+    per_server = problem.cluster.levels[0].size * problem.degree
+    servers = f", {total // per_server} servers of {per_server}" if total % per_server == 0 else ""
+    return [f"{counted(total, 'GPU')}{servers}"]
 
 
 def _least(

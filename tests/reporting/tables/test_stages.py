@@ -19,7 +19,7 @@ def test_parts_add_up_to_the_memory_of_a_gpu() -> None:
     plan = solve(profile(*LAYERS), flat_cluster(2, 1e9), schedule="interleaved", microbatches=2)
     for stage in range(len(plan.stages)):
         assert sum(memory_parts(plan, stage).values()) == plan.memory_bytes(stage)
-    assert [row[0] for row in memory_table(plan).rows] == ["0", "1"]
+    assert [row[0] for row in memory_table(plan).rows] == ["0, 2", "1, 3"], "of each GPU"
 
 
 def test_equal_stages_share_a_row() -> None:
