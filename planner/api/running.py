@@ -482,7 +482,7 @@ def _fit_request(
     clock: Clock,
 ) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
-    estimator = Estimator(load_model_file(file.path), how)
+    estimator = Estimator(file.load(), how)
     estimate = estimator.profile
     if options.bits is not None:
         assert isinstance(how.device, DeviceSpec), "bits are refused for several kinds"
@@ -584,7 +584,16 @@ class _ModelFile:
     path: Path
     folder: Path
     tokens: int | None = None
-    named: bool = False  # whether the model was given by its name
+    name: str = ""  # of the model, where it was given by that
+
+    @property
+    def named(self) -> bool:
+        return bool(self.name)
+
+    def load(self) -> TrainingSpec:
+        """Read the file; a model keeps its name in whatever folder it is."""
+        spec = load_model_file(self.path)
+        return replace(spec, name=self.name) if self.named else spec
 
 
 def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
@@ -614,9 +623,10 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
 
     named = find_model(str(model))
     tokens = named.tokens(options.length)
-    folder = place or Path(_folder_name(named.name, options))
+    name = _folder_name(named.name, options)
+    folder = place or Path(name)
     written = named.write(folder, tokens, options.lora, options.optimizer_states)
-    return _ModelFile(written, folder, tokens, named=True)
+    return _ModelFile(written, folder, tokens, name)
 
 
 def _folder_name(model: str, options: FitOptions) -> str:

@@ -46,7 +46,7 @@ NEXT = """\
 {folder} holds {files}profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, memory, what limits the plan
-  plan report                                   # all of it, with a timeline"""
+  plan report --open                            # all of it, with a timeline"""
 TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}{more}"""
 MORE_MEMORY = """
@@ -174,7 +174,7 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     elif plan.trainable and plan.cluster.offload is None:
         train = f", or plan train MODEL.py{named}"
 
-    return f"next: plan report{named}{profile}{train}"
+    return f"next: plan report --open{named}{profile}{train}"
 
 
 def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:

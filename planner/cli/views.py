@@ -3,6 +3,7 @@ of that.
 """
 
 import argparse
+import webbrowser
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -51,6 +52,7 @@ profile, it compares the plan with data parallelism and hand-made pipelines, and
 make it faster. With --run, it shows a training run and its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
+    plan report --open                          and shows it in the browser
     plan report --run trace.json                measured next to predicted
 """
 
@@ -128,6 +130,7 @@ def add_report(verbs: arguments.Verbs) -> None:
     arguments.add_plan_argument(parser)
     arguments.add_options(parser, ReportOptions)
     arguments.add_output_argument(parser, told=str(REPORT))
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
 def show(args: argparse.Namespace) -> int:
@@ -180,6 +183,9 @@ def report(args: argparse.Namespace) -> int:
         )
 
     output.print_written(path, as_json=args.json)
+    if args.open and not webbrowser.open(path.resolve().as_uri()):
+        hint = f"open {path} yourself"
+        output.print_complaint("warning", "no browser was found on this machine", hint)
     return 0
 
 

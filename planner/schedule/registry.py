@@ -103,9 +103,9 @@ def find(schedule: Schedule | str) -> Schedule:
         assert isinstance(schedule, Schedule)
         return schedule
 
-    name = own_name(str(schedule))
+    name = str(schedule)
     for each in (*SCHEDULES, *_registered.values()):
-        if name == each.name:
+        if each.name in (name, own_name(name.lower())):  # "1F1B", too
             return each
 
     raise InputError(

@@ -75,10 +75,10 @@ def test_more_is_shown_on_demand(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "last"),
     [
-        ((), "next: plan report, or plan train MODEL.py"),
+        ((), "next: plan report --open, or plan train MODEL.py"),
         (
             ("-o", "a b.json"),
-            "next: plan report --plan 'a b.json', or plan train MODEL.py --plan 'a b.json'",
+            "next: plan report --open --plan 'a b.json', or plan train MODEL.py --plan 'a b.json'",
         ),
     ],
 )

@@ -243,7 +243,10 @@ def schedule_line(plan: Plan) -> str:
         if plan.workers > 1:
             return f"{plan.schedule}, which with one stage is data parallelism"
         return "one stage"
-    return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
+    title = plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
+    if plan.microbatches == 1:
+        return title.replace("1 microbatches", "1 microbatch")
+    return title
 
 
 def update_line(plan: Plan) -> str:
