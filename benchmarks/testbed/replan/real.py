@@ -326,11 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for usual in CASES:
         case = replace(usual, spans=usual.spans.times(options.length))
-        if options.only not in (None, case.name):
-            continue
-        if not options.draw and not case.can_run:
+        chosen = not options.draw and options.only in (None, case.name)
+        if chosen and not case.can_run:
             print(f"{case.name}: left out, for want of a core for each worker", file=sys.stderr)
-        elif not options.draw:
+        elif chosen:
             with tempfile.TemporaryDirectory() as folder:
                 plan = solved(case, Path(folder))
                 for replan in (False, True):
