@@ -66,9 +66,18 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
 
 def _beside(plan: Plan, best: OtherWay) -> str:
     speed = format_times(1 / share_of_speed(plan, best))
+    named = f"the best baseline ({best.name}{_other_batch(plan, best)})"
     if speed == format_times(1):
-        return f"as fast as the best baseline ({best.name})"
-    return f"{speed} the best baseline ({best.name})"
+        return f"as fast as {named}"
+    return f"{speed} {named}"
+
+
+def _other_batch(plan: Plan, way: OtherWay) -> str:
+    """Say which global batch a way has, where it is not the plan's."""
+    if way.samples_per_update in (None, plan.samples_per_update):
+        return ""
+    assert way.samples_per_update is not None
+    return f" at a global batch of {update_words(way.samples_per_update, plan.microbatch_size)}"
 
 
 def _is_pipeline(way: OtherWay) -> bool:
