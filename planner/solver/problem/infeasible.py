@@ -108,7 +108,7 @@ def _size(problem: Problem) -> str:
 
 
 def _hint_out_of_time(clock: Clock) -> str:
-    why = "the time limit passed"
+    why = "the time for the search ran out"
     if clock.stop.is_set():
         why = "the search was interrupted"
     return f"{why} before it was known what would: give a longer `time_limit_s`, or try more `gpus`"

@@ -117,7 +117,7 @@ def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
     assert error.exit_code == 3
     assert error.message.startswith("no plan fits 1 GPU of 500 B")
     if calls < 2:  # whether any memory would do, and then twice the memory
-        assert "the time limit passed before it was known what would" in error.hint
+        assert "the time for the search ran out before it was known what would" in error.hint
     else:
         assert "needs 700 B, 200 B too much" in error.message
         assert "`memory=700B`" in error.hint
