@@ -379,6 +379,11 @@ def test_import_and_planning_load_no_torch() -> None:
     )
 
 
+def test_a_bandwidth_without_its_unit_is_told() -> None:
+    with pytest.raises(ClusterError, match="`bandwidth=10` is 10 bytes per second"):
+        planner.cluster(gpus=4, bandwidth=10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [

@@ -158,6 +158,10 @@ def _check_divides(profile: Profile | None) -> None:
     )
 
 
+# of a link that anybody trains over: less is a number whose unit was left out
+_SLOWEST_BYTES_PER_S = 10_000
+
+
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
     """Return the cluster of the options that count GPUs and name links."""
     rates = listed(options.bandwidth)
@@ -166,6 +170,13 @@ def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
             "the cluster has no bandwidth",
             hint="give `bandwidth=pcie4,10Gbps` with two `servers`, or `cluster=cluster.json`",
         )
+
+    for rate in rates:
+        if not isinstance(rate, str) and rate < _SLOWEST_BYTES_PER_S:
+            raise ClusterError(
+                f"`bandwidth={rate}` is {rate:g} bytes per second",
+                hint="give a text with its unit, such as `bandwidth=10Gbps`",
+            )
 
     if options.topology is not None:
         refuse(options, "topology", "gpus", "servers", "gpus_per_server")
