@@ -99,6 +99,8 @@ def add_schedules(parser: argparse.ArgumentParser) -> None:
     arguments.add_options(group, ScheduleOptions, "schedules", "microbatches", "max_stages")
     help = Advanced("write the rows as comma-separated values")
     group.add_argument("--csv", type=Path, metavar="FILE", help=help)
+    help = Advanced("draw samples per second over the global batch as SVG")
+    group.add_argument("--plot", type=Path, metavar="FILE", help=help)
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
@@ -203,8 +205,11 @@ def compare_schedules(args: argparse.Namespace) -> int:
     output.print_answer(answer, args.json)
     if args.csv is not None:
         answer.to_csv(args.csv)
-        if not args.json:  # one document
-            output.print_written(args.csv, as_json=False)
+    if args.plot is not None:
+        answer.plot().save(args.plot)
+    for path in (args.csv, args.plot):
+        if path is not None and not args.json:  # one document
+            output.print_written(path, as_json=False)
 
     return 0
 
@@ -214,7 +219,7 @@ def run_question(args: argparse.Namespace) -> int:
     from planner.formats.device_kinds import read_profile
     from planner.reporting.tables.answers import explanation_report
 
-    if args.verb == "compare" and (args.schedules or args.microbatches or args.csv):
+    if args.verb == "compare" and (args.schedules or args.microbatches or args.csv or args.plot):
         return compare_schedules(args)
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:

@@ -80,6 +80,18 @@ def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
     )
 
 
+def polyline(points: Sequence[Point], stroke: str) -> str:
+    """Draw lines from point to point."""
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{stroke}" stroke-width="2"/>'
+
+
+def marker(place: Point, fill: str) -> str:
+    """Draw a dot."""
+    x, y = place
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}"/>'
+
+
 WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60  # of a timeline
 _HEIGHTS: dict[Lane, int] = {"compute": 22, "send": 7, "receive": 7, "all-reduce": 7}
 _GAP = 8

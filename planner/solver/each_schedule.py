@@ -70,6 +70,17 @@ class ScheduleComparison(Shown, Record):
             write_text(Path(path), text.getvalue())
         return text.getvalue()
 
+    def plot(self) -> Any:
+        """Draw samples per second over the global batch, with a curve for each schedule.
+
+        Returns:
+            A picture that a notebook shows, whose `save("schedules.svg")` writes it.
+
+        Raises:
+            InputError: where no schedule has a plan.
+        """
+        return import_module("planner.reporting.schedules_chart").plot(self)
+
     def to_frame(self) -> Any:
         """Return the rows as a data frame of pandas.
 

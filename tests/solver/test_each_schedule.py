@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -86,6 +87,24 @@ def test_as_a_file_and_as_a_frame(
         answer.to_frame()
 
 
+def test_as_a_picture(sample: Profile) -> None:
+    """A curve for each schedule that has a plan, through a dot for each global batch."""
+    schedules = ["gpipe", "1f1b-flush"]
+    answer = planner.compare_schedules(
+        sample, planner.flat_cluster(2, 1e9), schedules=schedules, microbatches=[2, 4, 8]
+    )
+    drawn = ElementTree.fromstring(answer.plot().svg)
+    curves = [each for each in drawn if each.tag.endswith("polyline")]
+    assert [len(each.attrib["points"].split()) for each in curves] == [3, 3]
+    texts = [each.text for each in drawn if each.tag.endswith("text")]
+    assert {*schedules, "global batch, samples"} <= set(texts)
+
+    tiny = planner.flat_cluster(2, 1e9, memory_bytes=15)
+    none = planner.compare_schedules(sample, tiny, schedules=["gpipe"], microbatches=[4])
+    with pytest.raises(InputError, match="no schedule has a plan"):
+        none.plot()
+
+
 def test_on_the_command_line(
     sample: Profile,
     tmp_path: Path,
@@ -96,10 +115,12 @@ def test_on_the_command_line(
     planner.save_profile(sample, "profile.json")
     planner.solve(sample, planner.flat_cluster(2, 1e9), schedule="gpipe", microbatches=4).save()
     asked = ["compare", "--schedules", "gpipe,zb-h1", "--microbatches", "4", "--csv", "s.csv"]
+    asked += ["--plot", "s.svg"]
     assert main([*asked, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["schedule"] for row in rows] == ["gpipe", "zb-h1"]
     assert (tmp_path / "s.csv").read_text(encoding="utf-8").count("\n") == 3
+    assert ElementTree.parse(tmp_path / "s.svg").getroot().tag.endswith("svg")
 
 
 def test_a_plan_answers_by_itself(
