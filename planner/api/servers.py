@@ -14,6 +14,7 @@ from planner.formats.cluster import (
     checked_gpus,
     flat_cluster,
     hierarchical_cluster,
+    load_cluster,
 )
 from planner.formats.files import replace
 from planner.formats.link_names import (
@@ -86,8 +87,12 @@ def count_gpus(gpus: int | None, options: FitOptions) -> tuple[int | None, FitOp
 
     Raises:
         ClusterError: where GPUs were said twice, differently, and for servers in racks.
-        InputError: for a topology beside servers.
+        InputError: for a topology or a file of the cluster beside servers.
     """
+    if options.cluster is not None:
+        refuse(options, "cluster", "servers", "gpus_per_server", "topology", "bandwidth")
+        return _gpus_of_file(gpus, options), options
+
     if options.topology is not None:
         refuse(options, "topology", "servers", "gpus_per_server")
         per_server, *above = (int(size) for size in options.topology)
@@ -105,6 +110,31 @@ def count_gpus(gpus: int | None, options: FitOptions) -> tuple[int | None, FitOp
     if isinstance(options.gpu, Mapping):
         return gpus, options
     return number_of_gpus(gpus, options.servers, options.gpus_per_server), options
+
+
+def _gpus_of_file(gpus: int | None, options: FitOptions) -> int:
+    """Return the GPUs of the file that describes the cluster; raise ClusterError where it is not
+    one that such a question can be about.
+    """
+    assert options.cluster is not None
+    read = load_cluster(options.cluster)
+    if len(read.levels) > 2:
+        raise ClusterError(
+            f"`cluster={options.cluster}` has {len(read.levels)} levels, and `plan fit` knows "
+            f"servers and the GPUs in them",
+            hint="solve with it and the profile.json that an answer without it leaves",
+        )
+    if read.kinds or isinstance(options.gpu, Mapping):
+        raise ClusterError(
+            "`cluster` is for GPUs of one kind",
+            hint="give the links of each kind: `bandwidth=v100=nvlink2,10Gbps,t4=4GB/s,10Gbps`",
+        )
+    if gpus not in (None, read.gpus):
+        raise ClusterError(
+            f"`cluster={options.cluster}` has {counted(read.gpus, 'GPU')}, not `gpus={gpus}`",
+            hint="leave out `gpus`",
+        )
+    return read.gpus
 
 
 def divisors(gpus: int) -> list[int]:
@@ -174,6 +204,7 @@ class Servers:
             have one GPU.
         compress: how activations are sent.
         offload: of the optimizer, where the memory of the host has it.
+        measured: the cluster of a file, whose links these are; None where rates describe them.
     """
 
     gpus: int
@@ -181,6 +212,7 @@ class Servers:
     rates: Sequence[float | str]
     compress: CodecName
     offload: OptimizerOffload | None = None
+    measured: Cluster | None = None
 
     @classmethod
     def of(cls, gpus: int, options: FitOptions) -> "Servers":
@@ -189,6 +221,9 @@ class Servers:
 
         Raise ClusterError for servers or links that contradict each other.
         """
+        if options.cluster is not None:
+            return cls._of_file(load_cluster(options.cluster), options)
+
         checked_gpus(gpus)
         number_of_gpus(gpus, options.servers, options.gpus_per_server)
         count = number_of_servers(gpus, options.servers, options.gpus_per_server)
@@ -213,6 +248,16 @@ class Servers:
         offload = offload_of(options, gpu, gpus // count)
         return cls(gpus, count, rates + usual[len(rates) :], options.compress, offload)
 
+    @classmethod
+    def _of_file(cls, read: Cluster, options: FitOptions) -> "Servers":
+        count = read.levels[1].size if len(read.levels) > 1 else 1
+        gpu = str(options.gpu)
+        measured = [level.bandwidth_bytes_per_s for level in read.levels]
+        usual = [usual_link(gpu), usual_between(gpu)]  # where more servers are tried than one
+        offload = offload_of(options, gpu, read.gpus // count)
+        rates: list[float | str] = [*measured, *usual[len(measured) :]]
+        return cls(read.gpus, count, rates, options.compress, offload, read)
+
     @property
     def per_server(self) -> int:
         return self.gpus // self.count
@@ -224,10 +269,26 @@ class Servers:
 
     def cluster_of(self, gpus: int, memory: int | str | None) -> Cluster:
         """Return so many GPUs in as few servers of up to that size as hold equally many."""
-        if self.joined_alike or gpus <= self.per_server:
-            cluster = flat_cluster(gpus, self.rates[0], memory)
-        else:
+        sizes = [gpus]
+        if not self.joined_alike and gpus > self.per_server:
             least = -(-gpus // self.per_server)
             servers = next(each for each in range(least, gpus + 1) if gpus % each == 0)
-            cluster = hierarchical_cluster([gpus // servers, servers], self.rates, memory)
+            sizes = [gpus // servers, servers]
+
+        if len(sizes) > 1:
+            cluster = hierarchical_cluster(sizes, self.rates, memory)
+        else:
+            cluster = flat_cluster(gpus, self.rates[0], memory)
+        if self.measured is not None:
+            cluster = _with_links_of(self.measured, cluster)
         return replace(cluster, compress=self.compress, offload=self.offload)
+
+
+def _with_links_of(measured: Cluster, cluster: Cluster) -> Cluster:
+    """Return a cluster with the links of a measured one, on as many levels as that has."""
+    known = [
+        replace(level, size=other.size)
+        for level, other in zip(measured.levels, cluster.levels, strict=False)
+    ]
+    levels = (*known, *cluster.levels[len(known) :])
+    return replace(measured, levels=levels, memory_bytes=cluster.memory_bytes)

@@ -107,6 +107,14 @@ class FitOptions(SolveOptions):
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per "
         f"GPU of H100 and later",
     )
+    cluster: str | Path | None = option(
+        None,
+        "read the servers, their GPUs and the links between them from cluster.json, which `plan "
+        "profile --links` writes, in place of the options above",
+        "FILE",
+        parse=Path,
+        advanced=True,
+    )
     memory: int | str | None = option(
         None,
         "memory of each GPU",

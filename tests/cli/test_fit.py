@@ -131,6 +131,36 @@ def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     assert [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] == [(4, 125e6)]
 
 
+def test_links_are_those_of_a_file(tmp_path: Path) -> None:
+    """Measured ones keep all that was measured of them, for fewer GPUs, too; a level that the file
+    has not is as usual.
+    """
+    (tmp_path / "model.py").write_text(MODEL)
+    measured = planner.hierarchical_cluster((2, 2), (3e9, 4e8), latencies_s=(1e-5, 2e-5))
+    planner.save_cluster(measured, tmp_path / "cluster.json")
+    asked = ("fit", "model.py", "--gpu", "l4", "--json", "--cluster", "cluster.json")
+    answer = json.loads(plan(*asked, cwd=tmp_path).stdout)
+
+    def links(row: dict[str, Any]) -> list[tuple[int, float, float]]:
+        return [
+            (level["size"], level["bandwidth_bytes_per_s"], level["latency_s"])
+            for level in row["plan"]["cluster"]["levels"]
+        ]
+
+    inside, between = (3e9, 1e-5), (4e8, 2e-5)
+    assert links(answer["asked"]) == [(2, *inside), (2, *between)]
+    assert [links(row) for row in answer["others"]] == [[(2, *inside)], [(1, *inside)]]
+
+    for more, words in (
+        (("--gpus", "8"), "--cluster cluster.json has 4 GPUs, not --gpus 8"),
+        (("--servers", "2"), "--servers"),
+        (("--bandwidth", "1Gbps"), "--bandwidth"),
+    ):
+        refused = plan(*asked, *more, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+
+
 TRANSFORMER = """
 import torch
 from torch import nn
