@@ -12,7 +12,7 @@ from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, config_words
 from planner.formats.timeline import Timeline
-from planner.reporting.tables.plan import pace
+from planner.reporting.tables.plan import pace, update_line
 from planner.reporting.tables.table import Table, named_values, optional_text, table_of
 from planner.simulator.simulate_plan import simulated_s
 from planner.simulator.summary import Summary, WorkerUse, summarize
@@ -251,6 +251,7 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         ("model", summary.model),
         ("plan", f"{config_words(summary.config)}, {summary.schedule}"),
         ("stages on", _kinds_words(plan)),
+        ("update", None if plan is None else update_line(plan)),
         (summary.source, f"{own_pace}{_prediction_words(summary, plan)}"),
         ("whole run", _whole_run_words(summary)),
         ("start-up", f"{start_up} until the first backward of stage 0 has ended"),
