@@ -163,7 +163,7 @@ def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
     """
     for name in filter(lambda each: given(options, each), others):
         hint = f"leave out one of `{chosen}` and `{name}`"
-        raise InputError(f"`{name}` has no meaning with `{chosen}`{why}", hint=hint)
+        raise InputError(f"`{name}` cannot be combined with `{chosen}`{why}", hint=hint)
 
 
 def flag_of(name: str, option: Option) -> str | None:
