@@ -294,7 +294,8 @@ def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str
     flags = ", ".join(f"`{name}`" for name in names[:-1])
     last = f"`{names[-1]}{value if action.option_strings else ''}`"
     meaning = parser._get_formatter()._expand_help(action)
-    return f"| {flags}{', ' if flags else ''}{last} | {_cell(meaning)} |"
+    lines = "<br>".join(map(_cell, meaning.splitlines()))
+    return f"| {flags}{', ' if flags else ''}{last} | {lines} |"
 
 
 def _value(action: argparse.Action) -> str:

@@ -292,7 +292,9 @@ def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
     none.
     """
     filled = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent=" " * 8).fill
-    entries = "\n".join(filled(f"{name}: {each.help}.") for name, each in own.items())
+    entries = "\n".join(
+        filled(f"{name}: {'; '.join(each.help.splitlines())}.") for name, each in own.items()
+    )
     if f"\n{section}\n" in text:
         before, _, after = text.partition(f"{section}\n")
         described, blank, rest = after.partition("\n\n")
