@@ -101,7 +101,7 @@ class Stack:
             )
 
         *before, last = does
-        listed = f"{', '.join(before)} and {last}" if before else last
+        listed = f"{', '.join(before)}, and {last}" if before else last
         return (
             f"these numbers are for kernels of the {self.name} stack. `plan train` {listed}, so it "
             f"may be slower and need more memory. For its numbers, estimate with `stack=eager`"
