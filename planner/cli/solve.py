@@ -50,7 +50,7 @@ NEXT = """\
 TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}{more}"""
 MORE_MEMORY = """
-                                                # it takes more memory than priced: see the note"""
+                                                # may take more memory than priced: see the note"""
 EXPORT = """
   plan export --to torchtitan                   # which shards sequences; plan train does not"""
 PRICE = """\

@@ -58,7 +58,7 @@ def test_an_answer_says_what_train_does_not_run(folder: Path) -> None:
     made = plan(*asked, "--minibatch", "64", "--stack", "compiled", cwd=folder)
     assert made.returncode == 0, made.stderr
     assert "these numbers are for kernels of the compiled stack" in made.stdout
-    assert "an estimate with --stack eager says how much" in made.stdout
+    assert "For its numbers, estimate with --stack eager" in made.stdout
 
     narrow = plan(*asked, "--minibatch", "64", "--precision", "fp8", cwd=folder)
     assert narrow.returncode == 0, narrow.stderr
