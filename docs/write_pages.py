@@ -46,6 +46,8 @@ SCRIPTS = DOCS / "scripts"
 EXAMPLES = DOCS / "examples"
 RECORDINGS = DOCS / "recordings"
 END = "<!-- end -->"
+# names and a colon; a sentence that has a colon is none
+_ENTRY = re.compile(r"    ((?:[\w,* ]|\.(?! ))+):(?: (.*))?$")
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
 _KINDS = "axes|fields|verbs|options|devices|script|api|notebook|recording"
 _WRITTEN = re.compile(rf"^(<!-- ({_KINDS}): (.+?) -->\n).*?^({END})$", re.MULTILINE | re.DOTALL)
@@ -172,8 +174,8 @@ def _as_markdown(documented: str) -> str:
         elif line and not indent:
             section = False
             lines.append(line)
-        elif section and indent == 4 and (item := re.match(r"    ([\w, .*]+): (.*)", line)):
-            lines.append(f"- `{item[1]}`: {item[2]}")
+        elif section and indent == 4 and (item := _ENTRY.match(line)):
+            lines.append(f"- `{item[1]}`: {item[2] or ''}".rstrip())
         elif section and line:
             lines.append(("  " if lines[-1].startswith(("- ", "  ")) else "") + line.strip())
         else:
@@ -294,7 +296,8 @@ def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str
     flags = ", ".join(f"`{name}`" for name in names[:-1])
     last = f"`{names[-1]}{value if action.option_strings else ''}`"
     meaning = parser._get_formatter()._expand_help(action)
-    return f"| {flags}{', ' if flags else ''}{last} | {_cell(meaning)} |"
+    lines = "<br>".join(map(_cell, meaning.splitlines()))
+    return f"| {flags}{', ' if flags else ''}{last} | {lines} |"
 
 
 def _value(action: argparse.Action) -> str:

@@ -429,7 +429,7 @@ def _servers(gpus: int | None, options: FitOptions) -> Servers | MixedServers:
         return MixedServers.of(options.gpu, gpus, options)
     if gpus is None:
         raise InputError(
-            "the question has no number of GPUs",
+            "the number of GPUs is missing",
             hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `gpu=v100=12,t4=4`",
         )
     return Servers.of(gpus, options)

@@ -61,8 +61,10 @@ def add_options(
             continue
         text = as_flags(changes.pop("help", option.help)).replace("%", "%%")
         stated = told or option.told or _written(each.default)
-        after = f" (default: {as_flags(stated)})" if stated else ""
-        shown = f"{text}{more}{after}"
+        shown = f"{text}{more}"
+        if stated:
+            between = "\n" if "\n" in shown else " "
+            shown += f"{between}(default: {as_flags(stated)})"
         keywords = {
             "dest": each.name,
             "default": None,

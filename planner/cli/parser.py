@@ -8,6 +8,7 @@ shows both.
 import argparse
 import copy
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,7 +27,13 @@ class Advanced(str):
 
 
 class FullHelp(argparse.RawDescriptionHelpFormatter):
-    """Help with all options and all their names."""
+    """Help with all options and all their names; lines of an option's help stay lines."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        if "\n" not in text:
+            return super()._split_lines(text, width)
+        hanging = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
+        return [part for line in text.splitlines() for part in hanging.wrap(line)]
 
     def add_argument(self, action: argparse.Action) -> None:
         """Add an option; verbs are listed by the description, in groups."""

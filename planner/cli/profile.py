@@ -39,8 +39,10 @@ With --links no model is profiled: the links between hosts are measured, point t
 all-reduces, and written to a cluster.json for `plan solve --cluster`. Start it on each host with
 torchrun:
 
-    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr HOST0 --master-port 29500 \\
         -m planner profile --links
+
+with --node-rank 1 on the second.
 """
 
 _ONLY_ESTIMATES = ("device_file", "host", "precision", "stack")

@@ -50,7 +50,7 @@ NEXT = """\
 TRAIN = """
   {train:45} # on those GPUs, with a dataset() in {model}{more}"""
 MORE_MEMORY = """
-                                                # it takes more memory than priced: see the note"""
+                                                # may take more memory than priced: see the note"""
 EXPORT = """
   plan export --to torchtitan                   # which shards sequences; plan train does not"""
 PRICE = """\
@@ -76,7 +76,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
     every = (
-        f"; {AUTO}: the fastest of all that train as one device does, and with "
+        f"\n{AUTO}: the fastest of all that train as one device does, and with "
         f"--max-staleness of all"
     )
     arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, AUTO], more=every)

@@ -17,7 +17,7 @@ class Setting:
 
     cluster: Cluster
     schedule: Schedule = ONE_F_ONE_B
-    # per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches
+    # per minibatch, each of the profile's size; 1 for schedules that do not split minibatches
     microbatches: int = 1
     chunks: int = 1  # stages per worker; 1 for schedules without chunks
 
@@ -36,8 +36,8 @@ class Setting:
         if not schedule.divides and microbatches > 1:
             dividing = [each.name for each in SCHEDULES if each.divides]
             raise InputError(
-                f"the schedule {schedule} does not divide minibatches, so {microbatches} "
-                f"microbatches have no meaning",
+                f"{schedule} does not split a global batch into microbatches, so "
+                f"`microbatches={microbatches}` does not apply",
                 hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave "
                 f"`microbatches` out",
             )

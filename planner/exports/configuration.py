@@ -199,7 +199,7 @@ class Configuration:
         left = blocks - sum(first) - sum(last)
         if not _divides_equally(left, between):
             raise InputError(
-                f"{left} layers are not divided equally over {between} stages",
+                f"{left} layers cannot be split equally over {between} stages",
                 hint="say how many layers the first or the last stage has, or lay all of them out",
             )
 

@@ -67,7 +67,7 @@ def read_torchtitan(text: str, asked: Asked) -> Configuration:
     gpus = tensor * pipeline * repeated * shards
     if asked.gpus not in (None, gpus):
         raise InputError(
-            f"{said.file} divides {gpus} GPUs, and the question has {asked.gpus}",
+            f"{said.file} is for {gpus} GPUs, and the question has {asked.gpus}",
             hint=f"give `gpus={gpus}`, or data_parallel_shard_degree = -1",
         )
 

@@ -27,16 +27,16 @@ LEAST_PER_STAGE = 4
 @dataclass(frozen=True)
 class Target:
     """A plan as another system runs it: whole pipelines are copied, whose layers equal groups
-    divide.
+    shard.
     """
 
     replicas: int  # of every stage
     pipeline: int  # workers, or groups of them, that a pipeline has
     tensor: int  # ranks of a group; those that have samples of their own are replicas instead
-    context: int  # ranks of a group that divide sequences, beside those that divide layers
+    context: int  # ranks of a group that shard sequences, beside those that shard layers
     size: int | None  # samples of a microbatch, if known
     microbatches: int  # that each copy of the pipeline runs between two updates
-    sharded: bool  # whether the system must divide the optimizer's state: in all stages, or in none
+    sharded: bool  # whether the system must shard the optimizer's state: in all stages, or in none
     remarks: list[str]  # how its schedule and messages differ from the plan's
 
 
@@ -86,10 +86,10 @@ def target_of(plan: Plan, system: str) -> Target:
     elif left:
         problem = (
             f"{system} gives each pipeline equally many microbatches, but "
-            f"{plan.microbatches} do not divide by "
+            f"{plan.microbatches} cannot be split evenly over "
         )
         raise PlanError(
-            f"{problem}{replicas}",
+            f"{problem}{replicas} pipelines",
             hint=f"solve with `microbatches={(microbatches + 1) * replicas}`",
         )
 
@@ -162,12 +162,11 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         f"mean of their losses, "
         "which is another loss: weigh them in the loss function.": plan.loss is not None
         and plan.loss.weighs,
-        f"The plan divides sequences over {plan.context_ranks} ranks, and shards optimizer states "
+        f"The plan shards sequences over {plan.context_ranks} ranks, and shards optimizer states "
         f"over replicas alone; {system} does so over the ranks of a sequence, too, and needs less "
         "memory.": plan.divides_sequences,
-        f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is "
-        f"divided of them; the "
-        "plan's costs are of what the planned model says.": degree > 1 and not plan.by_samples,
+        f"Layers are sharded over {degree} ranks. {system} decides which weights it shards; the "
+        "plan's costs assume the model's own choice.": degree > 1 and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} "
         f"reduces the gradients of other weights once per minibatch, where `plan train` does so "
         "for every microbatch.": plan.by_samples,
@@ -281,7 +280,7 @@ def layer_counts(plan: Plan, system: str = "Megatron") -> tuple[str, list[int]]:
     stage's count.
 
     Raises:
-        PlanError: for stages that a system which divides such lists has no form for.
+        PlanError: for stages that a system which splits such lists has no form for.
     """
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
     blocks: defaultdict[str, set[int]] = defaultdict(set)
@@ -289,7 +288,7 @@ def layer_counts(plan: Plan, system: str = "Megatron") -> tuple[str, list[int]]:
         blocks[found[0]].add(found[1])
     if not blocks or max(map(len, blocks.values())) < 2:
         problem = (
-            f"{system} divides transformers by layers, and '{plan.model}' has no numbered "
+            f"{system} splits transformers by layers, and '{plan.model}' has no numbered "
             f"list of layers"
         )
         raise PlanError(problem, hint="use `system=torchtitan`")
@@ -393,7 +392,7 @@ def torchtitan_config(plan: Plan) -> str:
 
 
 def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
-    """Return the modules of each stage, and the lists of modules that the cuts divide.
+    """Return the modules of each stage, and the lists of modules that the cuts split.
 
     torchtitan's splitter knows the direct children of the model, and of a ModuleList or ModuleDict
     among them its elements. A plan does not say which are such lists: a child with numbered parts
@@ -411,10 +410,10 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
                 continue
             if found.setdefault(name, index) != index:
                 problem = (
-                    f"the cut before stage {index} is inside '{name}', and torchtitan "
-                    f"divides the direct children "
+                    f"torchtitan can only cut between the direct children of a model, or between "
+                    f"the elements of a list among them; the cut before stage {index} is inside "
+                    f"'{name}'"
                 )
-                problem += "of a model, and lists among them between their elements"
                 hint = "solve with `granularity=block`; or profile with blocks(model)"
                 if any(part.isdigit() for part in rest.split(".")[:2]):  # as in 'model.layers.0'
                     hint = (

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
             """Raise InputError."""
             raise InputError(
                 f"PipelineTrainer needs {_MISSING}, which is not installed",
-                hint="pip install 'pipeline-planner[hf]'",
+                hint="in a clone of planner: pip install -c constraints.txt '.[hf]'",
             )
 
 

@@ -38,7 +38,7 @@ def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
             raise ModelFileError(
                 f"{place} returned for batch_size={size} a list with one element for each sample, "
                 f"which cannot be "
-                "divided into microbatches",
+                "split into microbatches",
                 hint=_PADDED,
             )
         elsewhere = size > 1 and size in leaf.shape

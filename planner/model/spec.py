@@ -196,8 +196,9 @@ class TrainingSpec:
             loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate, sampler:
                 as these functions of a model file.
             dataset, evaluation_dataset, tensor_parallel_plan, lengths: what these functions of a
-            model file return. pretrained: what pretrained() of a model file returns. The model's
-            weights may then be on the meta device.
+                model file return.
+            pretrained: what pretrained() of a model file returns. The model's weights may then be
+                on the meta device.
         """
         values = {
             "build_model": model,

@@ -193,7 +193,7 @@ def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
     """
     for name in filter(lambda each: given(options, each), others):
         hint = f"leave out one of `{chosen}` and `{name}`"
-        raise InputError(f"`{name}` has no meaning with `{chosen}`{why}", hint=hint)
+        raise InputError(f"`{name}` cannot be combined with `{chosen}`{why}", hint=hint)
 
 
 def flag_of(name: str, option: Option) -> str | None:
@@ -322,7 +322,9 @@ def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
     none.
     """
     filled = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent=" " * 8).fill
-    entries = "\n".join(filled(f"{name}: {each.help}.") for name, each in own.items())
+    entries = "\n".join(
+        filled(f"{name}: {'; '.join(each.help.splitlines())}.") for name, each in own.items()
+    )
     if f"\n{section}\n" in text:
         before, _, after = text.partition(f"{section}\n")
         described, blank, rest = after.partition("\n\n")

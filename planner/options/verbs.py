@@ -71,7 +71,13 @@ class PriceOptions(Options):
         advanced=True,
     )
     schedule: Schedule | str = same(SolveOptions, "schedule")
-    microbatches: int | None = same(SolveOptions, "microbatches", least=1)
+    microbatches: int | None = same(
+        SolveOptions,
+        "microbatches",
+        least=1,
+        help="microbatches of a global batch, on all replicas together, under schedules that have "
+        "several",
+    )
     chunks: int = same(SolveOptions, "chunks", least=1)
     accept_divided_loss: bool = same(SolveOptions, "accept_divided_loss")
 

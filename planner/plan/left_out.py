@@ -18,9 +18,9 @@ def why_nobody(plan: Plan) -> str:
     A worker that is left out measures a stage by itself, and compares its seconds with the plan's.
     """
     if plan.ranks_per_replica > 1:
-        return "its ranks divide layers"
+        return "its ranks shard layers"
     if plan.stages[0].shards_gradients:
-        return "its replicas divide gradients or weights"
+        return "its replicas shard gradients or weights"
     if plan.lengths is not None:
         return "the lengths of its batches vary"
     if len({kind.name for kind in plan.cluster.kinds}) > 1:

@@ -55,8 +55,8 @@ def check_base(plan: Plan) -> None:
     if plan.shards_divided_layers:
         raise PlanError(
             f"the plan's replicas shard gradients or weights of layers that groups of "
-            f"{plan.ranks_per_replica} ranks divide, and the executor does one of both: planned "
-            f"and priced, not trained by this package yet",
+            f"{plan.ranks_per_replica} ranks shard, too, and the executor does one of the two: "
+            f"planned and priced, not trained by this package yet",
             hint="make a plan with `tensor=1`; or train with torchtitan, where the plan says how "
             "fast that may be and what fits",
         )
@@ -140,7 +140,7 @@ def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
     if plan.compiled:
         return "of compiled layers", "profile without `compiled`"
     if plan.cluster.sequence_parallel:
-        what = "with sequence parallelism, which divides tokens between sharded layers"
+        what = "with sequence parallelism, which shards tokens between sharded layers"
         return what, "solve without `sequence_parallel`"
 
     return None

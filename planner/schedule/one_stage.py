@@ -32,9 +32,7 @@ class Flush(Synchronous):
     name = "1f1b-flush"
     known_as = "Megatron's 1F1B, which drains"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
-    summary = (
-        "synchronous, the 1F1B of Megatron and PyTorch: the pipeline drains before each update"
-    )
+    summary = "synchronous, the 1F1B of Megatron and PyTorch, drains before each update"
     deepens = True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
@@ -67,7 +65,7 @@ class DoubleBuffered(Schedule):
     name = "2bw"
     known_as = "PipeDream-2BW"
     title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
-    summary = "asynchronous (PipeDream-2BW): two weight versions, gradients one update stale"
+    summary = "asynchronous (PipeDream-2BW), two weight versions, gradients one update stale"
     formula = "double-buffered"
     asynchronous = True
     placed = False
@@ -121,8 +119,8 @@ class OneForwardOneBackward(Schedule):
     known_as = "PipeDream 1F1B"
     title = "1f1b with weight stashing"
     summary = (
-        "asynchronous (PipeDream; alias: pipedream): never drains,  stashes weights, has "
-        "stale gradients"
+        "asynchronous (PipeDream, alias pipedream), never drains, stashes weights, has stale "
+        "gradients"
     )
     formula = "asynchronous"
     asynchronous = True
@@ -214,7 +212,7 @@ class ZeroBubble(Flush):
     name = "zb-h1"
     known_as = "zero bubble, ZB-H1"
     title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
-    summary = "synchronous, as 1f1b-flush; weight gradients fill the bubble"
+    summary = "synchronous, as 1f1b-flush, with weight gradients that fill the bubble"
     splits_backward = True
     deepens = False
     solved_as = FLUSH

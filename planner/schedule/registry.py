@@ -88,8 +88,8 @@ def file_of(schedule: Schedule) -> Path | None:
 
 
 def summaries(schedules: Iterable[Schedule]) -> str:
-    """Say what each of these schedules is, as the help of an option does."""
-    return "; ".join(f"{schedule}: {schedule.summary}" for schedule in schedules)
+    """Say what each of these schedules is, a line each, as the help of an option does."""
+    return "\n".join(f"{schedule}: {schedule.summary}" for schedule in schedules)
 
 
 def own_name(name: str) -> str:

@@ -38,9 +38,7 @@ class ZeroBubbleV(VShaped):
         "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches "
         "per minibatch"
     )
-    summary = (
-        "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
-    )
+    summary = "synchronous, as zb-h1, with two chunks of the model per GPU in a V"
 
     def order(
         self, workers: int, chunks: int, position: int, units: int

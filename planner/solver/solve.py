@@ -78,7 +78,9 @@ def _first_that_fits(request: Request, find: Callable[[Request], Plan]) -> Plan 
     for schedule in _leanest_first(request.options.order):
         # The first schedules are the most promising, and an explanation takes time, too.
         trial = request.under(schedule).within(request.tuning.answer.other_schedule_share)
-        request.clock.progress.step = f"nothing fits under {request.options.order}: {schedule}"
+        request.clock.progress.step = (
+            f"nothing fits under {request.options.order}; trying {schedule}"
+        )
         with suppress(PlannerError):
             return find(trial)
 

@@ -112,7 +112,7 @@ def test_nobody_is_left_out_where_replicas_divide_what_they_have(model: Profile)
     busy = planner.price(model, PLANNED, (3, 3, 3), schedule="1f1b-flush", microbatches=6)
     stages = tuple(replace(stage, sharded=True, sharding_level=3) for stage in plan.stages)
     assert why_nobody(plan) == ""
-    assert "divide gradients or weights" in why_nobody(replace(plan, stages=stages))
+    assert "shard gradients or weights" in why_nobody(replace(plan, stages=stages))
     assert _preferred(replace(plan, stages=stages), busy, STANDARD) is busy
 
 

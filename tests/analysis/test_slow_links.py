@@ -56,7 +56,7 @@ def test_sentences_of_a_choice_that_flips() -> None:
     assert line is not None
     assert line.startswith("100 Gbps per GPU is from a data sheet, not measured; on links of 20 Gb")
     assert "1-1 is " in line
-    assert "loses least" in line
+    assert "slower than the fastest, and this plan up to" in line
     assert line in " ".join(plan_report(plan).split())
     warning = links_warning(plan)
     assert warning is not None

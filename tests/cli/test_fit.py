@@ -340,14 +340,14 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
                 *("model.py", "--gpus", "2", "--minibatch", "4"),
                 *("--megatron", "--micro-batch-size 1 --global-batch-size 4"),
             ),
-            "--minibatch has no meaning with --megatron",
+            "--minibatch cannot be combined with --megatron",
         ),
         (
             (
                 *("model.py", "--gpus", "2"),
                 *("--megatron", "--micro-batch-size 1 --global-batch-size 4"),
             ),
-            "Megatron divides transformers by layers, and",
+            "Megatron splits transformers by layers, and",
         ),
         (("model.py", "--gpus", "2", "--train-tokens", "4Q"), "'4Q' is no number of tokens"),
         (("no-such-model", "--gpus", "2"), "there is no model 'no-such-model'"),
@@ -374,7 +374,7 @@ def test_one_kind_with_its_number_is_that_many_gpus(tmp_path: Path) -> None:
         (("model.py",), "--gpus"),
         (
             ("model.py", "--gpu", "v100=2,t5=2"),
-            "--gpu t5 is no kind of GPU that is known\nhint: known are titan-x",
+            "unknown GPU 't5' in --gpu\nhint: known are titan-x",
         ),
         (("model.py", "--gpu", "v100=2,t4=0"), "--gpu has 0 GPUs of the kind t4"),
         (

@@ -57,8 +57,8 @@ def test_an_answer_says_what_train_does_not_run(folder: Path) -> None:
 
     made = plan(*asked, "--minibatch", "64", "--stack", "compiled", cwd=folder)
     assert made.returncode == 0, made.stderr
-    assert "priced with kernels of the compiled stack" in made.stdout
-    assert "an estimate with --stack eager says how much" in made.stdout
+    assert "these numbers are for kernels of the compiled stack" in made.stdout
+    assert "For its numbers, estimate with --stack eager" in made.stdout
 
     narrow = plan(*asked, "--minibatch", "64", "--precision", "fp8", cwd=folder)
     assert narrow.returncode == 0, narrow.stderr
@@ -79,4 +79,6 @@ def test_so_do_answers_from_a_profile_with_a_stack(folder: Path, verb: tuple[str
     content = json.loads(made.stdout)
     shards_weights = content["stages"][0].get("sharding_level", 0) >= 2
     assert content["compiled"] != shards_weights
-    assert any("priced with kernels of the compiled stack" in note for note in content["notes"])
+    assert any(
+        "these numbers are for kernels of the compiled stack" in note for note in content["notes"]
+    )

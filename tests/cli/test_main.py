@@ -142,7 +142,7 @@ def with_change(old: str, new: str) -> str:
             (*SOLVE, "--microbatches", "4"),
             MODEL.model_dump_json(),
             2,
-            "4 microbatches have no meaning",
+            "--microbatches 4 does not apply",
         ),
         (("show",), "", 2, "there is no file 'plan.json'"),
         (

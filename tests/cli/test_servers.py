@@ -107,7 +107,7 @@ def test_one_level_has_one_rate(folder: Path, counted: tuple[str, ...]) -> None:
         ),
         (
             ("--topology", "4x2", "--servers", "2", "--bandwidth", "16GB/s,10Gbps"),
-            "--servers has no meaning with --topology",
+            "--servers cannot be combined with --topology",
         ),
         (
             ("--gpus", "8", "--own-links", "--bandwidth", "10Gbps"),
@@ -153,7 +153,7 @@ def test_fit_reads_a_topology_as_servers(given: dict[str, Any]) -> None:
     [
         (None, {"topology": "4x2x3"}, "`topology=4x2x3` has 3 levels"),
         (9, {"topology": "4x2"}, "2 servers of 4 GPUs are 8 GPUs, not `gpus=9`"),
-        (None, {"topology": "4x2", "servers": 2}, "`servers` has no meaning with `topology`"),
+        (None, {"topology": "4x2", "servers": 2}, "`servers` cannot be combined with `topology`"),
         (None, {"topology": "4xtwo"}, "'two' is not a number of GPUs or servers"),
     ],
 )

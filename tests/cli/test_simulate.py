@@ -70,7 +70,7 @@ def test_against_a_run(folder: Path) -> None:
         (("--against", "none.json"), "there is no file 'none.json'"),
         (
             ("--against", "plan.json", "--minibatches", "3"),
-            "--minibatches has no meaning with --against",
+            "--minibatches cannot be combined with --against",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_one_microbatch_is_the_sum() -> None:
 
 def test_combinations_without_meaning_are_refused() -> None:
     plan, cluster = candidates([[0, 1, 2]], [1]), flat_cluster(1, 1.0)
-    with pytest.raises(InputError, match="2 microbatches have no meaning"):
+    with pytest.raises(InputError, match="`microbatches=2` does not apply"):
         price(LayerCosts(SKIP), plan, Setting(cluster, microbatches=2))
     with pytest.raises(InputError, match="0 microbatches"):
         price(LayerCosts(SKIP), plan, Setting(cluster, GPIPE, 0))

@@ -105,7 +105,7 @@ def test_an_offloaded_optimizer_is_read_priced_and_written() -> None:
     assert written == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     unsharded = replace(run, sharding=UNSHARDED)
     assert json.loads(deepspeed.write(unsharded, ""))["zero_optimization"]["stage"] == 1
-    with pytest.raises(InputError, match="`offload` has no meaning with `deepspeed`"):
+    with pytest.raises(InputError, match="`offload` cannot be combined with `deepspeed`"):
         GivenRun(deepspeed, "", run, about).wanted(FitOptions(offload="optimizer"))
     assert GivenRun(deepspeed, "", run, about).wanted(FitOptions()).offload == "optimizer"
 

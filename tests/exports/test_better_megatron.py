@@ -170,7 +170,7 @@ def test_ranks_that_divide_experts_have_no_price() -> None:
 
 
 def test_what_no_run_of_the_model_is_refused() -> None:
-    with pytest.raises(InputError, match="8 layers are not divided equally over 3 stages"):
+    with pytest.raises(InputError, match="8 layers cannot be split equally over 3 stages"):
         stages_of(
             read_arguments(
                 "--pipeline-model-parallel-size 3 --micro-batch-size 1 --global-batch-size 8"

@@ -82,7 +82,7 @@ def test_groups_of_ranks_are_tensor_parallel() -> None:
         "--micro-batch-size 4",
         "--global-batch-size 32",
     ]
-    assert "# Groups of 4 ranks divide the layers." in text
+    assert "# Layers are sharded over 4 ranks." in text
     by_tokens = plan.model_copy(
         update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})}
     )

@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_said(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("--pipeline-model-parallel-size 5", "32 layers are not divided equally over 5 stages"),
+        ("--pipeline-model-parallel-size 5", "32 layers cannot be split equally over 5 stages"),
         ("--num-layers 48", "the model has 32 layers, and the given run says 48"),
         (
             "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3",

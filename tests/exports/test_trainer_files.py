@@ -330,7 +330,7 @@ def test_accelerate_reads_the_file_of_deepspeed_that_it_names(tmp_path: Path) ->
             "torchtitan",
             "[parallelism]\ndata_parallel_shard_degree = 4",
             {"gpus": 8},
-            "run.toml divides 4 GPUs, and the question has 8",
+            "run.toml is for 4 GPUs, and the question has 8",
         ),
         (
             "torchtitan",

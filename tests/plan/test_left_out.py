@@ -50,4 +50,4 @@ def test_nobody_is_left_out_who_has_nothing_to_compare_itself_with(plan: Plan) -
     named = replace(plan, cluster=replace(plan.cluster, kinds=names))
     assert why_nobody(named) == "its devices are of several kinds"
     divided = replace(plan, stages=(replace(plan.stages[0], tensor=2), *plan.stages[1:]))
-    assert why_nobody(divided) == "its ranks divide layers"
+    assert why_nobody(divided) == "its ranks shard layers"

@@ -517,7 +517,7 @@ def test_groups_shard_weights_as_the_gpus_of_a_cluster_of_groups_do(level: int) 
     plan = assemble(problem, Evaluation((stage,), price))
     assert plan.shards_divided_layers
     assert simulated_s(plan) == pytest.approx(price.seconds_per_minibatch)
-    with pytest.raises(PlannerError, match="groups of 2 ranks divide"):
+    with pytest.raises(PlannerError, match="groups of 2 ranks shard"):
         check_base(plan)
 
 

@@ -54,7 +54,7 @@ _VALUE_HINT = (
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _OTHER_SAMPLES = "does every sample of dataset() fit the model, as those of example_batch() do?"
 _OTHER_DEGREE = (
-    "its layers run in parts on several ranks, which may not divide them evenly: solve with "
+    "its layers are sharded over several ranks, perhaps not evenly: solve with "
     "smaller degrees in `tensor`, and profile with the same"
 )
 

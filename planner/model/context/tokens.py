@@ -141,8 +141,8 @@ class _Walk:
             node.all_input_nodes
         ):
             raise PlanError(
-                f"ranks shard sequences, and the model changes one of the values that they "
-                f"divide in place ({node.target})",
+                f"ranks shard sequences, and the model changes one of the sharded values in "
+                f"place ({node.target})",
                 hint=f"let the model make a new value, or {WHOLE_SEQUENCES}",
             )
 

@@ -602,7 +602,7 @@ def _divided_dimension(products: Sequence[fx.Node], style: str) -> int:
 def _uneven(name: str, size: int, cut: Cut, degree: int) -> PlanError:
     elements = " + ".join(map(str, cut.blocks or (size,)))
     return PlanError(
-        f"{degree} ranks cannot divide the {elements} elements of '{name}' along dimension "
+        f"{degree} ranks cannot shard the {elements} elements of '{name}' along dimension "
         f"{cut.dimension} evenly",
         hint="solve with smaller degrees in `tensor`",
     )

@@ -293,7 +293,7 @@ def check_kind(name: str, *, alone: bool) -> None:
     if known_as(name) in known or (alone and name.lower() == "cpu"):
         return
     raise InputError(
-        f"`gpu={name}` is no kind of GPU that is known",
+        f"unknown GPU '{name}' in `gpu`",
         hint=f"{did_you_mean(name, known)}known are {', '.join(known)}",
     )
 

@@ -80,30 +80,31 @@ class Stack:
         )
 
     def untrained_words(self, chunked_loss: ChunkedLoss | None, *, compiled: bool) -> str:
-        """Say what `plan train` does not run as this stack does.
+        """Say what `plan train` runs otherwise than this stack.
 
         Args:
             chunked_loss: how it computes the loss; None for that of all tokens at once.
             compiled: whether it compiles stages.
         """
-        missing = []
+        does = []
         if not compiled:
-            missing.append("fuse chains of operations, as stages that shard weights are eager")
+            does.append("runs stages that shard layers or weights eagerly")
         if self.fuses_attention:
-            missing.append("fuse attention that the model writes out")
+            does.append("does not fuse attention that the model spells out")
         if self.loss_chunks > 1 and chunked_loss is None:
-            missing.append(f"compute the loss in {self.loss_chunks} chunks")
+            does.append("computes the loss in one piece")
         if self.loss_chunks > 1 and chunked_loss is not None:
             again = format_seconds(chunked_loss.again_s)
-            missing.append(
-                f"compute the logits of the loss's {chunked_loss.chunks} chunks once ({again} more "
-                f"per microbatch)"
+            does.append(
+                f"computes the logits of the loss's {chunked_loss.chunks} chunks twice ({again} "
+                f"more per microbatch)"
             )
 
+        *before, last = does
+        listed = f"{', '.join(before)}, and {last}" if before else last
         return (
-            f"priced with kernels of the {self.name} stack. `plan train` does not "
-            f"{', nor '.join(missing)}: there it takes longer and more memory; an estimate with "
-            f"`stack=eager` says how much"
+            f"these numbers are for kernels of the {self.name} stack. `plan train` {listed}, so it "
+            f"may be slower and need more memory. For its numbers, estimate with `stack=eager`"
         )
 
     def on(self, spec: DeviceSpec) -> DeviceSpec:
@@ -158,7 +159,7 @@ EAGER = Stack(
     groups=(
         Group(
             "attention",
-            "scaled_dot_product_attention is one kernel, what a model writes out is not",
+            "scaled_dot_product_attention is one kernel, spelt-out attention is several",
             _KERNELS,
         ),
         Group("norms, rotary embeddings, activations", "each operation a kernel", _KERNELS),
@@ -177,7 +178,7 @@ COMPILED = Stack(
         ),
         Group(
             "norms, rotary embeddings, activations",
-            "chains are one kernel, which keeps what it reads",
+            "chains are fused into one kernel, which saves only its inputs",
             f"{_POINTWISE}; what is kept by PyTorch's partitioner (min-cut, Ansel et al. 2024, "
             "section 5)",
         ),

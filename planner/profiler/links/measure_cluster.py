@@ -63,9 +63,9 @@ def measure_cluster(
         raise InputError(
             "the links between workers are measured by those workers, and torchrun did not start "
             "this process",
-            hint="run the same command on each host under torchrun: torchrun --nnodes 2 "
-            "--nproc-per-node 1 "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
+            hint="run the same command on each host under torchrun, the second with --node-rank "
+            "1: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 "
+            "--master-addr HOST0 --master-port 29500 -m planner ...",
         )
 
     torch.set_num_threads(1)

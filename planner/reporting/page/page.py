@@ -50,7 +50,8 @@ from planner.version import __version__
 
 MOST_STAGES = 12  # whose table is open from the start
 _IN_FLIGHT = (
-    "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
+    "In flight: microbatches whose activations a worker holds at once (whole minibatches under "
+    "1f1b)."
 )
 _LATE = (
     " Stale: updates between the weights that a gradient was computed with and those that it "

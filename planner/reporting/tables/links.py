@@ -5,7 +5,10 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import SlowLinks, SteadyPlan, config_words
 from planner.units import as_fast, format_bandwidth, format_times
 
-_MEASURE = "measure them on the cluster with plan profile `links`, or give `bandwidth`"
+_MEASURE = (
+    "measure them on the cluster with plan profile `links`, or give the rate that you measured as "
+    "`bandwidth`"
+)
 
 
 def links_line(plan: Plan) -> str | None:
@@ -47,7 +50,7 @@ def _as_long(slowdown: float) -> str:
 
 
 def _faster(plan: Plan, slow: SlowLinks) -> str:
-    """Say which plan is faster on slow links, and which loses least where nobody knows the rate."""
+    """Say which plan is faster on slow links, and how far each is from the fastest."""
     assert slow.fastest is not None
     rate = format_bandwidth(plan.cluster.levels[slow.place].bandwidth_bytes_per_s)
     links = f"{format_bandwidth(slow.bytes_per_s)} {_place(plan.cluster, slow.place)}"
@@ -57,13 +60,19 @@ def _faster(plan: Plan, slow: SlowLinks) -> str:
 
 def _steadiest(slow: SlowLinks) -> str:
     steadiest = slow.steadiest
+    between = "at any rate between the two,"
     if steadiest is None:
-        return f"over that range this plan loses least, {slow.loss:.0%} at most"
+        return f"{between} this plan is {_slower(slow.loss)} than the fastest, and none loses less"
     name = "it" if steadiest == slow.fastest else _named(steadiest)
     return (
-        f"over that range {name} loses least, {steadiest.loss:.0%} at most, "
-        f"and this plan {slow.loss:.0%}"
+        f"{between} {name} is {_slower(steadiest.loss)} than the fastest, "
+        f"and this plan {_slower(slow.loss)}"
     )
+
+
+def _slower(loss: float) -> str:
+    share = f"{loss:.0%}"
+    return "never slower" if share == "0%" else f"up to {share} slower"
 
 
 def _named(way: SteadyPlan) -> str:

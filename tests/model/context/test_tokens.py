@@ -141,7 +141,7 @@ def build_model():
         (4, 2, "", "4 ranks cannot shard the 2 heads of attention"),
         (2, 4, "y = self.attend(q[:, :, :4], q, q)", "queries of 4, 8 tokens"),
         (2, 4, "y = self.attend(q, q[:, :, :4], q[:, :, :4]).sum()", "looks at 4 others"),
-        (2, 4, "x.mul_(2)", "changes one of the values that they divide in place"),
+        (2, 4, "x.mul_(2)", "changes one of the sharded values in place"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

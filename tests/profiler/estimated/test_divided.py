@@ -153,5 +153,5 @@ def test_what_cannot_be_divided_is_refused() -> None:
         match="does not say how its layers are sharded, and nothing was found that 3 ranks",
     ):
         estimate_profile(spec(), BATCH, options(3))
-    with pytest.raises(PlanError, match="3 ranks cannot divide the"):
+    with pytest.raises(PlanError, match="3 ranks cannot shard the"):
         estimate_profile(spec(tensor_parallel_plan=lambda: PLAN), BATCH, options(3))

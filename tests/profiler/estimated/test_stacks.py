@@ -216,8 +216,8 @@ def test_training_computes_the_loss_in_the_chunks_of_the_stack() -> None:
 
     plan = solve(profile, flat_cluster(2, 1e9), microbatches=2, schedule="1f1b-flush")
     assert plan.chunked_loss == profile.chunked_loss
-    assert "nor compute the logits of the loss's 8 chunks once" in plan.notes[-1]
-    assert "compute the loss in" not in plan.notes[-1]
+    assert "computes the logits of the loss's 8 chunks twice" in plan.notes[-1]
+    assert "the loss in one piece" not in plan.notes[-1]
 
 
 def test_a_loss_that_needs_all_logits_is_trained_whole() -> None:
@@ -230,7 +230,7 @@ def test_a_loss_that_needs_all_logits_is_trained_whole() -> None:
     assert profile.chunked_loss is None
 
     plan = solve(profile, flat_cluster(1, 1e9))
-    assert "nor compute the loss in 8 chunks" in plan.notes[-1]
+    assert "computes the loss in one piece" in plan.notes[-1]
 
 
 def test_every_stack_says_how_it_runs_each_group() -> None:
