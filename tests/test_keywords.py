@@ -106,7 +106,8 @@ def test_what_is_no_number_is_refused_where_an_option_wants_one() -> None:
 
 
 def test_one_number_is_a_list_of_it_where_there_may_be_several() -> None:
-    assert planner.options.verbs.ScheduleOptions(microbatches=4).microbatches == [4]  # type: ignore[arg-type]
+    number: Any = 4
+    assert planner.options.verbs.ScheduleOptions(microbatches=number).microbatches == [4]
     with pytest.raises(InputError, match="too small"):
         planner.options.verbs.ScheduleOptions(microbatches=[4, 0])
 

@@ -115,8 +115,8 @@ class FitOptions(SolveOptions):
     )
     cluster: str | Path | None = option(
         None,
-        "read the servers, their GPUs and the links between them from cluster.json, which `plan "
-        "profile --links` writes, in place of the options above",
+        "read the servers, their GPUs and the links between them from cluster.json, as measured by "
+        "plan profile `links`, in place of the options above",
         "FILE",
         parse=Path,
         advanced=True,
