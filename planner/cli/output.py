@@ -49,7 +49,7 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against by csv estimate json links output plan profile schedule_from stages to top
+    against by csv estimate json links open output plan plot profile schedule_from stages to top
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a
 # plain number.

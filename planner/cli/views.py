@@ -132,7 +132,8 @@ def add_report(verbs: arguments.Verbs) -> None:
     arguments.add_plan_argument(parser)
     arguments.add_options(parser, ReportOptions)
     arguments.add_output_argument(parser, told=str(REPORT))
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    help = Advanced("open it in the browser")
+    parser.add_argument("--open", action="store_true", help=help)
 
 
 def show(args: argparse.Namespace) -> int:
