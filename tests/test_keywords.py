@@ -68,14 +68,19 @@ def _below(record: type[Options]) -> Iterator[type[Options]]:
         yield from _below(each)
 
 
+def _needed(record: type[Options]) -> dict[str, Any]:
+    """Return a value for each option that has no default."""
+    return {
+        each.name: 1
+        for each, _ in options_in(record)
+        if each.default is MISSING and each.default_factory is MISSING
+    }
+
+
 def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
     refused = set()
     for record in _records():
-        needed = {
-            each.name: 1
-            for each, _ in options_in(record)
-            if each.default is MISSING and each.default_factory is MISSING
-        }
+        needed = _needed(record)
         for each, option in options_in(record):
             if choices_of(each.type) and option.parse is None:
                 with pytest.raises(InputError, match=f"unknown `{each.name}=never so`") as error:
@@ -88,11 +93,7 @@ def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
 def test_what_is_no_number_is_refused_where_an_option_wants_one() -> None:
     refused = set()
     for record in _records():
-        needed = {
-            each.name: 1
-            for each, _ in options_in(record)
-            if each.default is MISSING and each.default_factory is MISSING
-        }
+        needed = _needed(record)
         for each, option in options_in(record):
             bounded = option.least is not None or option.positive
             if not bounded or option.parse is not None:

@@ -126,12 +126,11 @@ def link_bandwidth(text: str) -> float:
     raise UnitError.
     """
     name = text.strip().lower()
-    if name[:1].isalpha() and name not in ACHIEVED_BYTES_PER_S:
+    if not names_link(name):
+        return parse_bandwidth(text)
+    if name not in ACHIEVED_BYTES_PER_S:
         known = ", ".join(ACHIEVED_BYTES_PER_S)
         raise UnitError(
             f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}"
         )
-
-    if name[:1].isalpha():
-        return ACHIEVED_BYTES_PER_S[name]
-    return parse_bandwidth(text)
+    return ACHIEVED_BYTES_PER_S[name]

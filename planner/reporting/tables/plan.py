@@ -651,16 +651,22 @@ def memory_table(plan: Plan) -> Table:
     for own, alike in groupby(parts, key=cells):
         numbers = list(alike)
         total = format_bytes(sum(parts[numbers[0]].values()))
-        stages = number_range(numbers)
-        if plan.chunks > 1:  # each GPU's stages: "0, 7"
-            held = [stages_on[plan.stages[number].ranks] for number in numbers]
-            each = [", ".join(map(str, stages)) for stages in held]
-            stages = each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}"
-        rows.append([stages, total, *own])
+        held = [stages_on[plan.stages[number].ranks] for number in numbers]
+        rows.append([_stages_of_gpus(held), total, *own])
 
     uses = [name.removesuffix("_bytes").replace("_", " ") for name in shown]
     headers = ["stage", "memory per GPU", *uses]
     return Table(headers, rows, "l" + "r" * (len(headers) - 1))
+
+
+def _stages_of_gpus(held: Sequence[Sequence[int]]) -> str:
+    """Name the stages of consecutive GPUs: "0-3", or "0, 7 to 3, 4" where each has two."""
+    first, *_, last = [*held, held[-1]]
+    if len(first) == 1:
+        return number_range([numbers[0] for numbers in held])
+
+    texts = [", ".join(map(str, numbers)) for numbers in (first, last)]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def memory_parts(plan: Plan, stage: int) -> dict[str, int]:
