@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from planner.reporting.svg import CURVES, round_ticks
+from planner.reporting.svg import CURVES, polyline, round_ticks
 
 WIDTH, HEIGHT = 860, 480
 LEFT, TOP, BOTTOM = 70, 56, 64
@@ -50,11 +50,7 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         parts.append(_text(x - 12, HEIGHT - BOTTOM + 20, f"{minibatch:.0f}", 12))
     for number, (name, curve) in enumerate(curves.items()):
         colour = CURVES[number % len(CURVES)]
-        line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)
-        dashes = ' stroke-dasharray="6 4"' if number == 0 else ""
-        parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
-        )
+        parts.append(polyline(map(place, curve), colour, "6 4" if number == 0 else ""))
         parts.append(
             f'<rect x="{end + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>'
         )

@@ -80,10 +80,11 @@ def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
     )
 
 
-def polyline(points: Sequence[Point], stroke: str) -> str:
+def polyline(points: Iterable[Point], stroke: str, dash: str = "") -> str:
     """Draw lines from point to point."""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{places}" fill="none" stroke="{stroke}" stroke-width="2"/>'
+    return f'<polyline points="{places}" fill="none" stroke="{stroke}" stroke-width="2"{dashed}/>'
 
 
 def marker(place: Point, fill: str) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from planner.reporting.svg import CURVES, Font, box, document, line, round_ticks, text
+from planner.reporting.svg import CURVES, Font, box, document, line, polyline, round_ticks, text
 
 if TYPE_CHECKING:
     from benchmarks.testbed.replan.real import Row
@@ -73,8 +73,7 @@ def throughput_svg(rows: Iterable[Row], during_s: float) -> str:
         parts.append(text(x, HEIGHT - BOTTOM + 18, str(second), Font(12, "middle")))
     for row in rows:
         colour = CURVES[2] if row.replan else CURVES[1]
-        along = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in curves[row.replan])
-        parts.append(f'<polyline points="{along}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(polyline((place(*point) for point in curves[row.replan]), colour))
         x = WIDTH - RIGHT - (240 if row.replan else 110)
         words = "with --replan" if row.replan else "without"
         parts.append(line((x, 40), (x + 22, 40), colour))
