@@ -3,7 +3,6 @@ of that.
 """
 
 import argparse
-import webbrowser
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -186,10 +185,17 @@ def report(args: argparse.Namespace) -> int:
         )
 
     output.print_written(path, as_json=args.json)
-    if args.open and not webbrowser.open(path.resolve().as_uri()):
+    if args.open:
+        _show_in_browser(path)
+    return 0
+
+
+def _show_in_browser(path: Path) -> None:
+    import webbrowser  # which no other verb needs
+
+    if not webbrowser.open(path.resolve().as_uri()):
         hint = f"open {path} yourself"
         output.print_complaint("warning", "no browser was found on this machine", hint)
-    return 0
 
 
 def compare_schedules(args: argparse.Namespace) -> int:
