@@ -18,7 +18,7 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import ALONG_ORDER
+from planner.formats.plan_parts import ALONG_ORDER, short_config
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of
 from planner.options.solving import SolveOptions
@@ -34,6 +34,8 @@ from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.request import Request, searched_problem
+from planner.solver.tuning.record import Tuning
+from planner.units import as_fast, counted
 
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
@@ -61,6 +63,8 @@ def find_plan(request: Request) -> Plan:
     report = report_of(problem, answer, time.perf_counter() - started)
     accepts = request.options.accept_divided_loss
     plan = complete(problem, answer.best, report, accepts_loss=accepts)
+    if answer.staler is not None:
+        plan = _noting_staler(plan, answer.staler, problem.tuning)
     if answer.untried_degrees:
         plan = plan.noting(_untried_words(request.profile, answer.untried_degrees))
     return plan
@@ -138,8 +142,7 @@ class _DegreeTrials:
                 self.missed.append(degree)
                 self.untried.append(degree)
         else:
-            best = on_groups.best.divided(degree)
-            self.answers.append(replace(on_groups, best=best))
+            self.answers.append(on_groups.divided(degree))
 
         budget.exhausted &= part.exhausted
 
@@ -169,6 +172,7 @@ class _DegreeTrials:
             bound_of=_joined(bounds_of),
             cuts=fastest.cuts,
             untried_degrees=tuple(sorted(self.untried)),
+            staler=fastest.staler,
         )
 
     def _comparable_s(self, answer: Answer) -> float:
@@ -305,6 +309,21 @@ def _joined(bounds_of: Iterable[str]) -> str:
     """Return of which plans several bounds are at once."""
     parts = (part for each in bounds_of for part in each.split(", ") if part)
     return ", ".join(dict.fromkeys(parts))
+
+
+def _noting_staler(plan: Plan, staler: Evaluation, tuning: Tuning) -> Plan:
+    """Return the plan with how much faster the fastest one is, whose gradients are staler."""
+    gain = plan.predicted.seconds_per_minibatch / staler.seconds
+    if gain <= 1 + tuning.evaluate.timing_share:
+        return plan
+
+    late = max(plan.schedule.staleness(depth) for depth in staler.price.in_flight)
+    enough = tuning.evaluate.min_speedup_per_stale_update
+    return plan.noting(
+        f"{short_config(staler.config)} is {as_fast(gain)} as this plan, but its gradients are up "
+        f"to {counted(late, 'update')} stale in place of {plan.staleness}, for which it should be "
+        f"{as_fast(enough)}"
+    )
 
 
 def _untried_words(profile: Profile, degrees: Sequence[int]) -> str:

@@ -41,6 +41,8 @@ class Pool:
             may be the answer.
         usable: the candidates that may be the answer, as they were priced.
         crowded: the fastest candidate that lacked room for its communicators.
+        staler: the fastest plan, if the best one takes its place because its gradients are less
+            late.
         untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept
             equal.
         room: communicators of each device for which the last search kept room: `attempts` writes
@@ -65,6 +67,7 @@ class Pool:
         self.anywhere_s = anywhere_s
         self.best: Evaluation | None = None
         self.usable: list[Evaluation] = []
+        self.staler: Evaluation | None = None
         self.crowded: Evaluation | None = None
         self.untrained: Evaluation | None = None
         self.relaxed = False
@@ -229,7 +232,14 @@ class Pool:
         assert self.best is not None
         bound_s = min(self._least_s(self.best), self.best.seconds)
         bound_of = self.cuts.bound_of if self.best.in_order else ""
-        return Answer(self.best, bound_s, self._method, bound_of, self.cuts.words)
+        return Answer(
+            self.best,
+            bound_s,
+            self._method,
+            bound_of,
+            self.cuts.words,
+            staler=self.staler,
+        )
 
     def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
         """Yield the candidates that may be the answer, priced; those that lack room

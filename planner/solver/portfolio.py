@@ -41,11 +41,10 @@ def best_plan(problem: Problem) -> Answer:
     cuts = searched_cuts(problem)
     pool = Pool(problem, _bound_s(problem, cuts), cuts, _anywhere_s(problem, cuts))
 
-    # 1. Where time may end, a few regular plans: there is an answer then, and searches look for
-    #    nothing slower.
+    # 1. A few regular plans: there is an answer then if time ends, searches look for nothing
+    #    slower, and their gradients may be less late than those of the fastest plan.
     regular = _regular(pool.unhurried())
-    if problem.clock.at_s is not None:
-        _take_first(pool, regular)
+    _take_first(pool, regular)
 
     # 2. What searches propose, the other regular plans, and where nothing fits yet, any plan.
     obstacle = _search(pool)

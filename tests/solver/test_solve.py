@@ -308,3 +308,14 @@ def test_memory_may_force_replicas_however_slow_their_all_reduce() -> None:
     plan = solve(model, cluster, depth="published")
     assert plan.config == "2-1-1"
     assert max(stage.memory.total_bytes for stage in plan.stages) <= 450
+
+
+@pytest.mark.parametrize("time_limit_s", [60, None])
+def test_a_faster_plan_that_is_staler_is_told(time_limit_s: float | None) -> None:
+    """Three stages take 6.02 s, data parallelism 6.27 s; the answer is that at any time limit."""
+    even = profile(*(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=5) for i in range(6)))
+    plan = solve(even, flat_cluster(3, 50.0), time_limit_s=time_limit_s)
+    assert plan.config == "3"
+    (told,) = (note for note in plan.notes if note.startswith("1-1-1 "))
+    assert "1.04 times as fast as this plan" in told
+    assert "3 updates stale in place of 0" in told

@@ -53,7 +53,10 @@ def least_late(pool: Pool) -> None:
     nearly_s = best.seconds * pool.problem.tuning.evaluate.min_speedup_per_stale_update
     near = [plan for plan in seen if plan.seconds < nearly_s]
     allowed = [plan for plan in near if pool.problem.allows(plan) and pool.trains(plan)]
-    pool.best = min([best, *allowed], key=_lateness)
+    chosen = min([best, *allowed], key=_lateness)
+    if max(chosen.price.in_flight) < max(best.price.in_flight):
+        pool.staler = best
+    pool.best = chosen
 
 
 def _lateness(plan: Evaluation) -> tuple[int, float]:

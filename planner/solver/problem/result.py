@@ -173,10 +173,17 @@ class Answer:
     cuts: str = ""
     # numbers of ranks that divide layers, for which the time did not suffice
     untried_degrees: tuple[int, ...] = ()
+    # the fastest plan, where the best one is nearly as fast and less late
+    staler: Evaluation | None = None
 
     def with_best(self, best: Evaluation) -> Answer:
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
+
+    def divided(self, degree: int) -> Answer:
+        """Return the answer for the cluster whose groups of so many ranks were its devices."""
+        staler = None if self.staler is None else self.staler.divided(degree)
+        return replace(self, best=self.best.divided(degree), staler=staler)
 
 
 @dataclass(frozen=True)

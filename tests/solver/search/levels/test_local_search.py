@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path as File
 
 import numpy as np
@@ -96,10 +97,26 @@ def test_where_nothing_fits_there_is_no_answer() -> None:
 
 @pytest.mark.parametrize("model", [pytest.param("resnet50", marks=pytest.mark.slow), "gnmt8"])
 def test_faster_links_between_servers_are_hardly_slower(model: str) -> None:
-    """Where the bounds tell plans apart badly, since the devices of a server share its link."""
-    made, times = load_profile(PROFILES / model / "cpu.json"), list[float]()
-    for bandwidth in (100e6 / 8, 130e6 / 8, 142e6 / 8):
-        plan = solve(made, hierarchical_cluster((4, 2), (10e9 / 8, bandwidth)))
-        times.append(plan.predicted.seconds_per_minibatch)
-    assert times[1] <= times[0] * 1.01
-    assert times[2] <= times[1] * 1.01
+    """Where the bounds tell plans apart badly, since the devices of a server share its link.
+
+    A plan whose gradients are less stale may be 5% slower.
+    """
+    made = load_profile(PROFILES / model / "cpu.json")
+    plans = [
+        solve(made, hierarchical_cluster((4, 2), (10e9 / 8, bandwidth)))
+        for bandwidth in (100e6 / 8, 130e6 / 8, 142e6 / 8)
+    ]
+    for slower, faster in pairwise(plans):
+        less_stale = faster.staleness < slower.staleness
+        most_s = slower.predicted.seconds_per_minibatch * (1.05 if less_stale else 1.01)
+        assert faster.predicted.seconds_per_minibatch <= most_s
+
+
+@pytest.mark.slow
+def test_the_answer_is_the_same_without_a_time_limit() -> None:
+    """The less stale plan of which the searches know nothing is a regular one."""
+    made = load_profile(PROFILES / "resnet50" / "cpu.json")
+    cluster = hierarchical_cluster((4, 2), (10e9 / 8, 130e6 / 8))
+    limited, unlimited = solve(made, cluster), solve(made, cluster, time_limit_s=None)
+    assert limited.config == unlimited.config
+    assert limited.notes == unlimited.notes
