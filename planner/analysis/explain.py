@@ -46,6 +46,7 @@ class Alternative(Record):
     config: str | None  # None if no plan fits
     seconds_per_minibatch: float | None
     gain: float | None  # 0.05 is 5% more samples per second than the plan
+    out_of_time: bool = False  # the time limit ended its search: it may gain more
 
 
 class Explanation(Shown, Record):
@@ -233,6 +234,7 @@ def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
         config=config,
         seconds_per_minibatch=seconds,
         gain=0.0 if abs(gain) < _SAME else gain,
+        out_of_time=request.clock.passed,
     )
 
 

@@ -48,9 +48,7 @@ NEXT = """\
   plan show                                     # stages, memory, what limits the plan
   plan report --open                            # all of it, with a timeline"""
 TRAIN = """
-  {train:45} # on those GPUs, with a dataset() in {model}{more}"""
-MORE_MEMORY = """
-                                                # may take more memory than priced: see the note"""
+  {train:45} # on those GPUs, with a dataset() in {model}"""
 EXPORT = """
   plan export --to torchtitan                   # which shards sequences; plan train does not"""
 PRICE = """\
@@ -263,8 +261,7 @@ def fit(args: argparse.Namespace) -> int:
     if not trains_sequences(plan):
         steps += EXPORT
     elif _is_trained_here(plan):
-        more = MORE_MEMORY if _is_priced_as_fused(plan) else ""
-        steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name, more=more)
+        steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
 
     output.print_progress("\n" + steps)
     return 0
@@ -279,13 +276,6 @@ def _is_trained_here(plan: planner.Plan) -> bool:
     offloaded = plan.cluster.offload is not None
     across = plan.experts_across or plan.shards_divided_layers
     return plan.trainable and not (in_few_bits or offloaded or across)
-
-
-def _is_priced_as_fused(plan: planner.Plan) -> bool:
-    """Return whether a note of the plan says what the executor does not fuse as its estimate."""
-    from planner.profiler.estimated.stacks import find_stack
-
-    return plan.stack is not None and find_stack(plan.stack).fuses_anything
 
 
 def price(args: argparse.Namespace) -> int:

@@ -63,6 +63,17 @@ def test_busy_times_are_those_of_the_simulation(overlap: bool) -> None:
     assert limit.busy_s in [use.busy_s for use in explained.uses if use.stage == limit.stage]
 
 
+def test_an_alternative_whose_search_had_no_time_is_no_limit() -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    plan = solve(model, flat_cluster(4, 125e6))
+    hurried = explain(model, plan, clock=Clock.of(1e-6))
+    assert all(each.out_of_time for each in hurried.what_if)
+    assert "With 10% more bandwidth no faster plan was found before the time limit." in sentences(
+        hurried
+    )
+    assert "it would not be faster" not in sentences(hurried)
+
+
 def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
     model = load_profile(PROFILES / "vgg16" / "cpu.json")
     plan = solve(model, flat_cluster(4, 1.25e7, 2 * 10**9))

@@ -228,6 +228,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("GPUs", _gpus_line(plan)),
         ("links", links_line(plan)),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
+        ("plan train", _eager_words(plan)),
         ("on the host", words.host_line(plan)),
         ("split", split + words.unused_gpus(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),
@@ -246,6 +247,16 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
             "measurements",
         ),
     ]
+
+
+def _eager_words(plan: Plan) -> str | None:
+    """Say that `train` may need more than what was priced, where it does not run those kernels."""
+    if plan.stack in (None, "eager") or plan.compiled or not plan.trainable:
+        return None
+    return (
+        "may need more memory and time than that, since it runs these stages eagerly: "
+        "`stack=eager` plans for it"
+    )
 
 
 def _gpus_line(plan: Plan) -> str:
@@ -418,11 +429,16 @@ def _gain(alternative: Alternative) -> str:
     if gain is None:
         return f"{start} no plan would fit."
     if gain == 0:
+        if alternative.out_of_time:
+            return f"{start} no faster plan was found before the time limit."
         return f"{start} it would not be faster."
+
     if gain >= 1:
         faster = as_fast(1 + gain)
     else:
         faster = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+    if alternative.out_of_time:
+        faster = f"at least {faster}"
 
     return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
