@@ -106,8 +106,14 @@ class Row:
 
 def measured(plan: Plan, folder: Path, steps: int, window: int) -> list[Row]:
     """Train, and return what each worker spent."""
-    drift = DriftOptions(window=window, profile=str(folder / "profile.json"), replan=True)
-    result = planner.train(folder / "model.py", plan, steps=steps, drift=drift)
+    result = planner.train(
+        folder / "model.py",
+        plan,
+        steps=steps,
+        drift_window=window,
+        profile=str(folder / "profile.json"),
+        replan=True,
+    )
     assert not result.moves, "the run moved, so it has not been steady: try again"
     rows = []
     for rank in range(plan.workers):
@@ -129,7 +135,7 @@ def main() -> None:
     """Print the shares."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--window", type=int, default=DriftOptions().window)
+    parser.add_argument("--window", type=int, default=DriftOptions().drift_window)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

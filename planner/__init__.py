@@ -90,10 +90,6 @@ if TYPE_CHECKING:
     from planner.model.spec import load_model_file as load_model_file
     from planner.options.solving import Progress as Progress
     from planner.options.solving import SolveOptions as SolveOptions
-    from planner.options.training import CheckpointOptions as CheckpointOptions
-    from planner.options.training import DriftOptions as DriftOptions
-    from planner.options.training import RunOptions as RunOptions
-    from planner.options.training import TrainingOptions as TrainingOptions
     from planner.schedule.registry import register_schedule as register_schedule
     from planner.schedule.schedule import Schedule as Schedule
     from planner.selfcheck.run import SelftestReport as SelftestReport
@@ -135,12 +131,6 @@ _NAMES = {
     "planner.integrations.trainer": ("PipelineTrainer",),
     "planner.model.spec": ("TrainingSpec", "in_memory", "load_model_file"),
     "planner.options.solving": ("Progress", "SolveOptions"),
-    "planner.options.training": (
-        "CheckpointOptions",
-        "DriftOptions",
-        "RunOptions",
-        "TrainingOptions",
-    ),
     "planner.schedule.registry": ("register_schedule",),
     "planner.schedule.schedule": ("Schedule",),
     "planner.selfcheck.run": ("SelftestReport", "selftest"),

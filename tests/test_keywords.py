@@ -1,6 +1,7 @@
 """A keyword that a function does not take: one sentence, with what could have been meant."""
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING
@@ -12,7 +13,7 @@ import planner
 import planner.options
 import planner.options.verbs
 from planner.errors import InputError
-from planner.options.option import Options, choices_of, options_in
+from planner.options.option import Options, choices_of, flag_of, options_in
 from tests.samples import layer, profile
 
 
@@ -20,21 +21,16 @@ from tests.samples import layer, profile
     ("function", "keyword", "meant"),
     [
         (planner.profile, "estimate", "planner.estimate is a function of its own"),
-        (
-            planner.profile,
-            "compile",
-            "did you mean `compiled`, which the command line calls compile?",
-        ),
         (planner.solve, "global_batch_size", "did you mean `minibatch`?"),
         (planner.profile, "batchsize", "did you mean batch_size?"),
         (planner.profile, "host", "it is an argument of planner.estimate"),
-        (planner.train, "drop_last", "give `options=planner.TrainingOptions(drop_last=...)`"),
+        (planner.train, "max_steps", "did you mean `steps`?"),
         (
             planner.train,
             "hang_timeout",
-            "give `run_options=planner.RunOptions(hang_timeout_s=...)`",
+            "did you mean `hang_timeout_s`, which the command line calls hang_timeout?",
         ),
-        (planner.report, "run", "did you mean `measured`, which the command line calls run?"),
+        (planner.report, "measured", "did you mean `run`?"),
         (planner.flat_cluster, "memory", "did you mean memory_bytes?"),
         (planner.pipeline, "devices", "did you mean device?"),
     ],
@@ -50,9 +46,30 @@ def test_an_unknown_keyword_is_refused_with_what_was_meant(
     assert f"help(planner.{function.__name__})" in refused.value.hint
 
 
-def test_records_that_hints_name_are_public() -> None:
-    assert planner.TrainingOptions(drop_last=True).drop_last
-    assert planner.RunOptions(hang_timeout_s=5).hang_timeout_s == 5
+@pytest.mark.parametrize(
+    "function",
+    [
+        planner.profile,
+        planner.estimate,
+        planner.solve,
+        planner.fit,
+        planner.train,
+        planner.pipeline,
+    ],
+)
+def test_python_calls_an_option_as_the_command_line_does(function: Callable[..., Any]) -> None:
+    """But for units, which Python's names have and flags do not, and for where files go."""
+    options = {
+        each.name: option
+        for record in _records()
+        for each, option in options_in(record)
+        if each.name in inspect.signature(function).parameters
+    }
+    assert options
+    for name, option in options.items():
+        flag = flag_of(name, option)
+        if flag is not None and name != "place":
+            assert flag.removeprefix("--").replace("-", "_") == name.removesuffix("_s")
 
 
 def _records() -> list[type[Options]]:

@@ -27,7 +27,6 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
 from planner.solver.by_hand import equal_counts
@@ -169,8 +168,14 @@ def table(name: str, curves: list[Curve]) -> Iterator[str]:
 def in_pipeline(module: ModuleType, schedule: str) -> Curve:
     """Train with a schedule in worker processes on this machine."""
     plan = make_plan(module, schedule)
-    options = TrainingOptions(evaluate_every=module.EVERY, drop_last=True)
-    result = train(str(module.__file__), plan, steps=module.MINIBATCHES, seed=SEED, options=options)
+    result = train(
+        str(module.__file__),
+        plan,
+        steps=module.MINIBATCHES,
+        seed=SEED,
+        evaluate_every=module.EVERY,
+        drop_last=True,
+    )
     losses = [float("nan") if each.loss is None else each.loss for each in result.evaluations]
     accuracy = result.evaluations[-1].metrics.get("accuracy")
     return Curve(schedule, [each.minibatch for each in result.evaluations], losses, accuracy)

@@ -400,7 +400,7 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
         )
 
     clock = Clock.of(options.time_limit_s, options.progress)
-    run = options.measured
+    run = options.run
     if isinstance(run, str | Path):
         run = load_run(run)
     plan = _plan_of_run(plan if isinstance(plan, Plan) else load_plan(plan), run)

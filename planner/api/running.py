@@ -39,7 +39,7 @@ from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.kinds import checked_counts
-from planner.options.option import keywords_of
+from planner.options.option import keywords_of, part_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
@@ -147,9 +147,9 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
     """
     if (asked.device is None) == (asked.device_file is None):
         raise InputError("an estimate is for one device", hint="give `device` or `device_file`")
-    if asked.compiled and asked.stack is not None:
+    if asked.compile and asked.stack is not None:
         raise InputError(
-            f"`compiled` and `stack={asked.stack}` both say what is fused",
+            f"`compile` and `stack={asked.stack}` both say what is fused",
             hint="leave out one of them",
         )
 
@@ -160,7 +160,7 @@ def estimate(model: str | Path | TrainingSpec, asked: EstimateArguments) -> Prof
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        fusion=compiler if asked.compiled else None,
+        fusion=compiler if asked.compile else None,
         master_weights=asked.master_weights,
         host=asked.host,
         tensor=asked.tensor,
@@ -797,9 +797,9 @@ def _check_replan(options: DriftOptions) -> None:
     """
     if not options.replan or os.environ.get("RANK", "0") != "0":
         return
-    if options.window == 0:
+    if options.drift_window == 0:
         raise InputError(
-            "`replan` moves where the run parts from its plan, and `window=0` never looks",
+            "`replan` moves where the run parts from its plan, and `drift_window=0` never looks",
             hint="leave out one of the two",
         )
 
@@ -812,31 +812,32 @@ def _check_replan(options: DriftOptions) -> None:
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
-    options = arguments.options or TrainingOptions()
-    checkpoints = arguments.checkpoints or CheckpointOptions()
-    run_options = arguments.run_options or RunOptions()
-    drift = arguments.drift or DriftOptions()
-    _check_runnable(plan, arguments, options)
-    _check_replan(drift)
-    check_loss(plan, options)
+    _check_runnable(plan, arguments)
+    _check_replan(arguments)
+    check_loss(plan, arguments)
 
+    checkpoints = part_of(arguments, CheckpointOptions)
     weights = arguments.save_weights
     job = Job(
-        **{
-            **vars(arguments),
-            "options": options,
-            "checkpoints": checkpoints,
-            "run_options": run_options,
-            "drift": drift,
-            "save_weights": None if weights is None else str(weights),
-            "schedule_files": schedule_files(plan),
-            "seed": seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),
-        },
         model=str(model),
         plan=plan,
+        steps=arguments.steps,
+        epochs=arguments.epochs,
+        seed=seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),
+        device=arguments.device,
+        backend=arguments.backend,
+        baseline=arguments.baseline,
+        save_weights=None if weights is None else str(weights),
+        defer_weights=arguments.defer_weights,
+        show_progress=arguments.show_progress,
+        schedule_files=schedule_files(plan),
+        options=part_of(arguments, TrainingOptions),
+        checkpoints=checkpoints,
+        run_options=part_of(arguments, RunOptions),
+        drift=part_of(arguments, DriftOptions),
     )
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
-        for path in (job.save_weights, run_options.trace):
+        for path in (job.save_weights, arguments.trace):
             if path is not None:
                 check_writable(path)
 
@@ -844,7 +845,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     return job
 
 
-def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOptions) -> None:
+def _check_runnable(plan: Plan, arguments: TrainArguments) -> None:
     """Raise InputError for a plan that cannot be trained, or a baseline that is asked for more than
     it does.
     """
@@ -855,7 +856,7 @@ def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOpti
         return
 
     for given, name in (
-        (options.evaluate_every, "evaluate_every"),
+        (arguments.evaluate_every, "evaluate_every"),
         (arguments.save_weights, "save_weights"),
         (arguments.defer_weights, "defer_weights"),
     ):

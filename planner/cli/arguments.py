@@ -41,7 +41,7 @@ def declare(
     summary.
     """
     parser = verbs.add_parser(name, help=summary, description=description)
-    parser.set_defaults(run=run)
+    parser.set_defaults(function=run)
     return parser
 
 

@@ -138,7 +138,7 @@ def _run(arguments: list[str]) -> int:
         verbose = getattr(args, "verbosity", 0) >= 2
         try_outputs(args)
         with results_apart():
-            return int(args.run(args))
+            return int(args.function(args))
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a run of --plan, from `plan train --trace`: solve for its cluster, with devices and "
         "links as fast as the run found them"
     )
-    group.add_argument("--run", "--measured", dest="measured", type=Path, metavar="FILE", help=help)
+    group.add_argument("--run", "--measured", type=Path, metavar="FILE", help=help)
     help = "with --run: the plan that was run (default: %(default)s)"
     group.add_argument("--plan", type=Path, default=arguments.PLAN, metavar="FILE", help=help)
 
@@ -32,17 +32,17 @@ def given(args: argparse.Namespace) -> tuple[planner.Plan, MeasuredCluster] | No
 
     Raise ClusterError where the arguments describe a cluster, too.
     """
-    if args.measured is None:
+    if args.run is None:
         return None
     if described := arguments.given_options(ClusterOptions, args):
         raise ClusterError(
-            f"`measured={args.measured}` is a run on the cluster of '{args.plan}', and "
+            f"`run={args.run}` is a run on the cluster of '{args.plan}', and "
             f"`{next(iter(described))}` describes another",
             hint="give one of the two",
         )
 
     plan = planner.load_plan(args.plan)
-    return plan, planner.measured_cluster(plan, args.measured)
+    return plan, planner.measured_cluster(plan, args.run)
 
 
 def print_measured(

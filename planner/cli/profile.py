@@ -64,7 +64,7 @@ def add_parser(verbs: Verbs) -> None:
     told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
     add_options(parser, ProfileOptions, "device", more=estimated, told=told)
     add_options(parser, ProfileOptions, "threads", "processes", "dtype", "master_weights")
-    add_options(parser, ProfileOptions, "memory_format", "compiled", "deterministic", "tensor")
+    add_options(parser, ProfileOptions, "memory_format", "compile", "deterministic", "tensor")
     add_options(parser, ProfileOptions, "context")
     estimates = parser.add_argument_group("estimates")
     help = "estimate instead of measuring; the model is run without data"

@@ -149,10 +149,8 @@ def train(args: argparse.Namespace) -> int:
     asked = arguments.read_options(
         TrainArguments,
         args,
-        options=arguments.read_options(TrainingOptions, args),
-        checkpoints=continued or checkpoints,
-        run_options=arguments.read_options(RunOptions, args),
-        drift=_with_profile(arguments.read_options(DriftOptions, args), args.plan, plan),
+        resume=(continued or checkpoints).resume,
+        profile=_profile_of(arguments.read_options(DriftOptions, args), args.plan, plan),
         show_progress=sys.stderr.isatty(),
     )
     job = replace(make_job(args.model, plan, asked), elastic=losing, left=left)
@@ -163,15 +161,15 @@ def train(args: argparse.Namespace) -> int:
     try:
         result = run_job(job)
     except KeyboardInterrupt:
-        if checkpoints.every is None:
+        if checkpoints.checkpoint_every is None:
             output.print_progress(
-                "nothing was saved: with `every=N` a run writes checkpoints, and `resume` "
-                "continues it"
+                "nothing was saved: with `checkpoint_every=N` a run writes checkpoints, and "
+                "`resume` continues it"
             )
-        elif complete(Path(checkpoints.folder)):
+        elif complete(Path(checkpoints.checkpoint_folder)):
             output.print_progress(
                 f"the same command with `resume` continues from the newest in "
-                f"'{checkpoints.folder}'"
+                f"'{checkpoints.checkpoint_folder}'"
             )
         raise
 
@@ -179,16 +177,14 @@ def train(args: argparse.Namespace) -> int:
     return output.print_late(result.late_failures)
 
 
-def _with_profile(options: DriftOptions, path: Path, plan: planner.Plan) -> DriftOptions:
-    """Return the options with the profile beside the plan, if the plan was solved from it and no
-    other one is given.
+def _profile_of(options: DriftOptions, path: Path, plan: planner.Plan) -> str | None:
+    """Return the file of the profile that the plan was solved from: the one that is given, or the
+    one beside the plan; None where neither is it.
 
     Raise PlanError for a given profile that is not the plan's.
     """
-    from planner.formats.files import replace
-
-    if options.window == 0 or os.environ.get("RANK", "0") != "0":
-        return options  # only worker 0 reads it
+    if options.drift_window == 0 or os.environ.get("RANK", "0") != "0":
+        return options.profile  # only worker 0 reads it
     if options.profile is not None:
         if planner.load_profile(options.profile).digest != plan.profile_digest:
             raise PlanError(
@@ -196,16 +192,16 @@ def _with_profile(options: DriftOptions, path: Path, plan: planner.Plan) -> Drif
                 f"`profile={options.profile}`",
                 hint="give the plan's own, or leave `profile` out",
             )
-        return options
+        return options.profile
 
     beside = path.parent / arguments.PROFILE.name
     try:
         if planner.load_profile(beside).digest == plan.profile_digest:
-            return replace(options, profile=str(beside.absolute()))
+            return str(beside.absolute())
     except planner.PlannerError:  # what is there is no profile, and nobody asked for it
-        return options
+        return None
 
-    return options
+    return None
 
 
 def _plan(args: argparse.Namespace, *, alone: bool) -> planner.Plan:

@@ -70,7 +70,6 @@ from planner.integrations.trainer_spec import (
     tensors_of,
     training_spec,
 )
-from planner.options.training import TrainingOptions
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +197,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             spec,
             seed=self.args.seed,
             device="cpu" if self.args.device.type == "cpu" else None,
-            options=TrainingOptions(clip_grad_norm=norm),
+            clip_grad_norm=norm,
             evaluates=self.eval_dataset is not None,
         )
         self._pipeline = made.__enter__()

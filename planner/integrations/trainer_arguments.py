@@ -108,7 +108,7 @@ _INSTEAD: Mapping[str, str] = {
     "gradient_checkpointing": _PLANNED_CHECKPOINTING,
     "activation_checkpointing": _PLANNED_CHECKPOINTING,
     "torch_compile": "leave it out: stages are compiled where the plan's profile was, with "
-    "`compiled=True` of planner.profile",
+    "`compile=True` of planner.profile",
     "load_best_model_at_end": "leave it out, and load trainer.state.best_model_checkpoint after "
     "the training",
     "push_to_hub": "leave it out, and upload the folder that trainer.save_model() has written",

@@ -1,13 +1,12 @@
 """Keyword arguments of the verbs: for a name that a verb does not take, say which one could have
 been meant.
 
-Python's users know some names from the command line, and some options are fields of a record that a
-verb takes.
+Python's users know some names from the command line.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, get_args
+from dataclasses import Field, fields
+from typing import Any
 
 from planner.errors import InputError, did_you_mean
 
@@ -34,20 +33,12 @@ class Keywords:
             )
 
     def _meant(self, name: str) -> str:
-        """Return what the name could mean: on the command line, in a record that is a field of this
-        one, or for another verb.
-        """
+        """Return what the name could mean: on the command line, or for another verb."""
         for each in fields(self._record):
             if name in _flags(each)[:1]:
                 return f"did you mean `{each.name}`, which the command line calls {name}? "
             if name in _flags(each):
                 return f"did you mean `{each.name}`? "
-
-        for each in fields(self._record):
-            nested = _record_in(each)
-            for option in () if nested is None else fields(nested):
-                if nested is not None and name in (option.name, *_flags(option)[:1]):
-                    return f"give `{each.name}=planner.{nested.__name__}({option.name}=...)`; "
 
         if name in _VERBS:
             return f"planner.{name} is a function of its own; "
@@ -65,9 +56,3 @@ def _flags(field: Field[Any]) -> list[str]:
         return []
     flags = [option.flag or field.name, *option.aliases]
     return [flag.removeprefix("--").replace("-", "_") for flag in flags]
-
-
-def _record_in(field: Field[Any]) -> type | None:
-    """Return the record that is the type of a field, or one of its types."""
-    parts = (field.type, *get_args(field.type))
-    return next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)

@@ -117,6 +117,12 @@ class Options:
             _check_bounds(each.name, value, option)
 
 
+def part_of(options: Options, record: type[RecordT]) -> RecordT:
+    """Return a record of options that another one contains."""
+    own = {each.name: getattr(options, each.name) for each, _ in options_in(record)}
+    return record(**own)
+
+
 def choices_of(kind: Any) -> tuple[Any, ...]:
     """Return the values that a type allows, where these are a Literal's; None may be one more."""
     if get_origin(kind) in (Union, UnionType):

@@ -44,10 +44,9 @@ class ModelOptions(Options):
         told="contiguous",
         advanced=True,
     )
-    compiled: bool = option(
+    compile: bool = option(
         False,
         "run through torch.compile, or estimate so; `plan train` will do the same",
-        flag="--compile",
         advanced=True,
     )
     tensor: Sequence[int] = option(

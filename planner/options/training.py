@@ -6,25 +6,16 @@ from typing import Literal
 
 from planner.formats.names import Backend, DeviceType
 from planner.options.numbers import host_range
-from planner.options.option import Options, option
+from planner.options.option import Options, option, same
 
 BaselineName = Literal["data-parallel"]
 STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Options):
-    """How to train; plan and model file say the rest."""
+class StepOptions(Options):
+    """How a plan is trained whose samples somebody else reads."""
 
-    drop_last: bool = option(
-        False, "skip the last minibatch of an epoch if it is smaller", advanced=True
-    )
-    evaluate_every: int | None = option(
-        None,
-        "evaluate on evaluation_dataset() after every N minibatches and at the end",
-        "N",
-        least=1,
-    )
     scale_lr: bool = option(
         False,
         "multiply each stage's learning rate by the number of minibatches that its update averages",
@@ -59,29 +50,42 @@ class TrainingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingOptions(StepOptions):
+    """How to train; plan and model file say the rest."""
+
+    drop_last: bool = option(
+        False, "skip the last minibatch of an epoch if it is smaller", advanced=True
+    )
+    evaluate_every: int | None = option(
+        None,
+        "evaluate on evaluation_dataset() after every N minibatches and at the end",
+        "N",
+        least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
     """Which checkpoints to write, and which to resume from."""
 
-    every: int | None = option(
+    checkpoint_every: int | None = option(
         None,
         "drain the pipeline and write a checkpoint after every N minibatches and at the end",
         "N",
-        flag="--checkpoint-every",
         least=1,
     )
-    folder: str = option(
+    checkpoint_folder: str = option(
         "checkpoints",
         "folder of the checkpoints, which all hosts share",
         "DIR",
-        flag="--checkpoint-folder",
         advanced=True,
     )
     keep: int = option(3, "keep only the last K checkpoints", "K", least=1, advanced=True)
     resume: str | None = option(
         None,
         "continue from the checkpoint PATH, or from the newest in the folder PATH, whatever plan "
-        "wrote it; without PATH, or with 'auto', from the newest in `folder`, if there is one. "
-        "`steps` and `epochs` count from the first run",
+        "wrote it; without PATH, or with 'auto', from the newest in `checkpoint_folder`, if there "
+        "is one. `steps` and `epochs` count from the first run",
         "PATH",
         const="auto",
     )
@@ -127,12 +131,11 @@ class RunOptions(Options):
 class DriftOptions(Options):
     """How to see whether devices and links are what the plan was solved for, while training."""
 
-    window: int = option(
+    drift_window: int = option(
         50,
         "compare computations and messages with the plan after every N minibatches, and say where "
         "they differ for long; 0: never",
         "N",
-        flag="--drift-window",
         least=0,
         advanced=True,
     )
@@ -211,7 +214,44 @@ class ElasticOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainArguments(Options):
+class LoopOptions(StepOptions):
+    """What a pipeline for a loop of one's own takes beside the plan and the model."""
+
+    seed: int = option(0, "seed of the initial weights of a model file, and of dropout")
+    device: DeviceType | None = option(
+        None,
+        "compute on cpu, cuda or another kind as PyTorch calls it",
+        told="the kind that the plan was made for",
+    )
+    backend: Backend | None = option(
+        None,
+        "of messages: nccl, with a GPU for each worker, or gloo",
+        told="what suits the device",
+    )
+    evaluates: bool = option(
+        False,
+        "whether the script calls `evaluate`, for which stages are captured in evaluation mode, "
+        "too",
+    )
+    hang_timeout_s: float = option(
+        120.0,
+        "seconds after which the run ends when a rank makes no progress in a call of the pipeline, "
+        "or does not make a call that others wait in; it is no hang when all ranks run the "
+        "script's own code",
+        positive=True,
+    )
+    drift_window: int = same(DriftOptions, "drift_window")
+    profile: str | None = same(
+        DriftOptions,
+        "profile",
+        help="file of the profile that the plan was solved from, which lets `Pipeline.drift` say "
+        "what another plan would give",
+        told="none",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(TrainingOptions, CheckpointOptions, RunOptions, DriftOptions):
     """What `train` takes beside the model and its plan."""
 
     steps: int | None = option(None, "train N minibatches", "N", least=1, aliases=("--max-steps",))
@@ -238,10 +278,6 @@ class TrainArguments(Options):
         told="nccl with `device=cuda`, xccl with xpu, gloo with cpu",
         advanced=True,
     )
-    options: TrainingOptions | None = option(None, "how to train", flag=None)
-    checkpoints: CheckpointOptions | None = option(
-        None, "which to write, and which to continue from", flag=None
-    )
     baseline: BaselineName | None = option(
         None,
         "train the whole model with DistributedDataParallel on the same number of workers, for "
@@ -261,5 +297,3 @@ class TrainArguments(Options):
         told="only its own where the host has no room for a whole model per worker",
     )
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
-    run_options: RunOptions | None = option(None, "how to watch the run", flag=None)
-    drift: DriftOptions | None = option(None, "how to compare the run with its plan", flag=None)

@@ -303,11 +303,10 @@ class ReportOptions(Options):
         "FILE",
         told="profile.json, if it is that one",
     )
-    measured: "Timeline | str | Path | None" = option(
+    run: "Timeline | str | Path | None" = option(
         None,
         "a run of the plan, as a trace or a timeline, to compare with the simulation",
         "FILE",
-        flag="--run",
         aliases=("--measured",),
     )
     minibatches: int | None = option(

@@ -138,7 +138,7 @@ def _obstacle_of_sequences(plan: Plan) -> tuple[str, str] | None:
         )
 
     if plan.compiled:
-        return "of compiled layers", "profile without `compiled`"
+        return "of compiled layers", "profile without `compile`"
     if plan.cluster.sequence_parallel:
         what = "with sequence parallelism, which shards tokens between sharded layers"
         return what, "solve without `sequence_parallel`"
@@ -178,7 +178,7 @@ def check_divided(plan: Plan) -> None:
     elif plan.compiled:
         problem = (
             "tensor parallelism of compiled layers",
-            "profile without `compiled`, or solve with `tensor=1`",
+            "profile without `compile`, or solve with `tensor=1`",
         )
 
     if problem is not None:

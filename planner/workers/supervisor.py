@@ -68,7 +68,7 @@ from planner.workers.watch import (
 
 _CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
-_FOR_SCRIPTS = "planner.pipeline(..., hang_timeout=SECONDS)"  # what allows for more time there
+_FOR_SCRIPTS = "planner.pipeline(..., hang_timeout_s=SECONDS)"  # what allows for more time there
 # of the time-out without a beat, after which the page has the place in the code
 _OVERDUE_SHARE = 0.5
 _ASKED_EVERY_S = 0.05  # whether all workers have ended

@@ -12,7 +12,7 @@ import pytest
 import planner
 from benchmarks.netns import INTERFACE, NetworkUnavailableError, shaped_network
 from planner.formats.cluster import flat_cluster
-from planner.options.training import DriftOptions
+from planner.options.training import DriftOptions, RunOptions
 from planner.workers.job import Job
 from tests.cli.in_process import plan
 from tests.executor.processes import run_jobs
@@ -57,8 +57,8 @@ def test_the_slow_one_of_two_workers_is_found(tmp_path: Path, slow: int) -> None
         model=str(path),
         plan=planner.load_plan(tmp_path / "plan.json"),
         steps=20,
-        drift=DriftOptions(window=0),
-        run_options=planner.RunOptions(trace="run.json", trace_minibatches=15),
+        drift=DriftOptions(drift_window=0),
+        run_options=RunOptions(trace="run.json", trace_minibatches=15),
     )
     run_jobs([job], tmp_path)
     (tmp_path / "job-0.json.timeline").rename(tmp_path / "run.json")

@@ -27,7 +27,8 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
-from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.options.option import part_of
+from planner.options.training import CheckpointOptions, StepOptions, TrainingOptions
 from planner.schedule.instructions import CHUNKS, Unit
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
@@ -222,8 +223,8 @@ def jobs_of(run: DrawnRun, path: Path, folder: Path) -> list[Job]:
     jobs = []
     for number, division in enumerate(run.divisions):
         checkpoints = CheckpointOptions(
-            every=run.steps,
-            folder=str(folder / "checkpoints"),
+            checkpoint_every=run.steps,
+            checkpoint_folder=str(folder / "checkpoints"),
             resume="auto" if number else None,
         )
         job = Job(
@@ -263,10 +264,12 @@ def losses_by_own_loop(job: Job) -> list[float]:
     """Train a job as a script with a loop of its own does, on the same minibatches."""
     spec = load_model_file(job.model)
     plan = job.plan
-    with planner.pipeline(plan, job.model, seed=job.seed, options=job.options) as pipeline:
+    with planner.pipeline(
+        plan, job.model, seed=job.seed, **vars(part_of(job.options, StepOptions))
+    ) as pipeline:
         first = 0
         if job.checkpoints.resume is not None:
-            first = pipeline.load_checkpoint(job.checkpoints.folder)
+            first = pipeline.load_checkpoint(job.checkpoints.checkpoint_folder)
         assert plan.microbatch_size is not None
         data = make_batches(
             spec,
@@ -278,8 +281,8 @@ def losses_by_own_loop(job: Job) -> list[float]:
         for number in range(first, job.steps or 0):
             minibatch = _whole_minibatch(data, number)
             pipeline.step((minibatch.args, minibatch.kwargs, minibatch.target))
-        if job.checkpoints.every is not None:
-            pipeline.save_checkpoint(job.checkpoints.folder)
+        if job.checkpoints.checkpoint_every is not None:
+            pipeline.save_checkpoint(job.checkpoints.checkpoint_folder)
         if job.save_weights is not None:
             pipeline.save_weights(job.save_weights)
         pipeline.drain()

@@ -257,7 +257,7 @@ def _train(name: str, folder: Path, plan: str, rank: int, report: dict[str, Any]
         planner.load_plan(folder / plan),
         folder / "model.py",
         evaluates="evaluated" in name or name == "slow_everywhere",
-        hang_timeout=HANG_TIMEOUT_S,
+        hang_timeout_s=HANG_TIMEOUT_S,
     ) as pipeline:
         try:
             LOOPS[name](pipeline, rank)

@@ -52,7 +52,7 @@ def trainer(tmp_path: Path) -> Any:
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1", "model's forward"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0", "leave out"),
-        ({"torch_compile": True}, "torch_compile", "compiled=True"),
+        ({"torch_compile": True}, "torch_compile", "compile=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True", "what fits"),
         (
             {

@@ -77,7 +77,9 @@ def make_right(folder: Path) -> Right:
     path = write_model(folder, "language", "adamw").rename(folder / "model.py")
     plan = make_plan(structural_profile(path, MICROBATCH_SIZE), (1, 1), "1f1b-flush", MICROBATCHES)
     save_plan(plan, folder / "plan.json")
-    checkpoints = CheckpointOptions(every=EVERY, folder=str(folder / "checkpoints"), keep=2)
+    checkpoints = CheckpointOptions(
+        checkpoint_every=EVERY, checkpoint_folder=str(folder / "checkpoints"), keep=2
+    )
     bits = bits_of(path, plan, folder / "whole", checkpoints)
     return Right(folder, bits)
 
@@ -90,9 +92,8 @@ def bits_of(
     """
     folder.mkdir()
     weights = folder / "weights.safetensors"
-    arguments = TrainArguments(
-        steps=STEPS, seed=SEED, save_weights=weights, checkpoints=checkpoints
-    )
+    saving = vars(checkpoints or CheckpointOptions())
+    arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights, **saving)
     job = make_job(model, plan, arguments)
     path = folder / "job.json"
     path.write_text(job.model_dump_json(), encoding="utf-8")

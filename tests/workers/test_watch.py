@@ -445,10 +445,10 @@ def test_a_scripts_process_that_is_stopped_does_not_respond(detector_of: Detecto
 def test_a_hint_says_what_allows_for_more_time(model: Path) -> None:
     job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
     detector = HangDetector(
-        job, TIMEOUT_S, allows_more="planner.pipeline(..., hang_timeout=SECONDS)"
+        job, TIMEOUT_S, allows_more="planner.pipeline(..., hang_timeout_s=SECONDS)"
     )
     hang = judge(detector, {0: beat_of(Forward(0, Unit(17))), 1: beat_of(RECEIVE)})
     assert (
         hang.hint == "look there for what may block; allow more time with planner.pipeline(..., "
-        "hang_timeout=SECONDS)"
+        "hang_timeout_s=SECONDS)"
     )

@@ -257,7 +257,7 @@ def phases(case: Case, seed: int) -> tuple[list[Phase], Run]:
 def _simulate(run: Run, changes: Sequence[tuple[int, World]], end: int) -> None:
     """Go through the windows of a run; note the moves."""
     now = [0.0]
-    options = DriftOptions(replan=True, profile="profile.json", window=WINDOW)
+    options = DriftOptions(replan=True, profile="profile.json", drift_window=WINDOW)
     job = Job(model="model.py", plan=run.plan, drift=options)
     with mock.patch("planner.executor.run.replan.time.monotonic", side_effect=lambda: now[0]):
         replanner = Replanner(job, 0, MINIBATCHES, HashStore())

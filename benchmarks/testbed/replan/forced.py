@@ -14,7 +14,6 @@ from planner.executor.run.replan import Replanner
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, save_profile
-from planner.options.training import CheckpointOptions, DriftOptions, RunOptions
 from planner.workers.job import TrainResult
 
 WINDOW = 10
@@ -135,15 +134,13 @@ class Forced:
             self.folder / "model.py",
             self.before,
             steps=steps,
-            drift=DriftOptions(
-                window=WINDOW,
-                profile=str(self.folder / "profile.json"),
-                replan=moves,
-            ),
-            checkpoints=CheckpointOptions(
-                every=every, folder=str(self.folder / "checkpoints"), resume=resume
-            ),
-            run_options=RunOptions(hang_timeout_s=hang_s),
+            drift_window=WINDOW,
+            profile=str(self.folder / "profile.json"),
+            replan=moves,
+            checkpoint_every=every,
+            checkpoint_folder=str(self.folder / "checkpoints"),
+            resume=resume,
+            hang_timeout_s=hang_s,
         )
 
     def process_ids(self) -> list[set[str]]:

@@ -138,8 +138,8 @@ class Checkpointer(Keeper):
         super().__init__(
             job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s)
         )
-        self.folder = Path(job.checkpoints.folder)
-        if self._rank == 0 and job.checkpoints.every is not None:
+        self.folder = Path(job.checkpoints.checkpoint_folder)
+        if self._rank == 0 and job.checkpoints.checkpoint_every is not None:
             self._log = RunLog(self.folder, job.run)
         self._problem: str | None = None  # of the last checkpoint
         self.newest: Path | None = None  # on rank 0
@@ -203,7 +203,7 @@ class Checkpointer(Keeper):
     def _agree(self) -> tuple[str, Path | None]:
         self._heartbeat.enter("looking for checkpoints", meeting=True)
         options = self._job.checkpoints
-        writes = options.every is not None
+        writes = options.checkpoint_every is not None
         chosen = b""
         if self._rank == 0:
             token = uuid.uuid4().hex[:8]
@@ -234,7 +234,7 @@ class Checkpointer(Keeper):
         except OSError as cause:
             raise PlannerError(
                 f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
-                hint="choose another `folder`",
+                hint="choose another `checkpoint_folder`",
             ) from None
 
     def _check_shared(self, probe: Path) -> None:
@@ -245,7 +245,7 @@ class Checkpointer(Keeper):
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 "
                     f"writes to '{self.folder.absolute()}'",
-                    hint="choose a `folder` on a file system that all hosts share",
+                    hint="choose a `checkpoint_folder` on a file system that all hosts share",
                 )
             time.sleep(0.2)
 

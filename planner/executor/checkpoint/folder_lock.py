@@ -76,7 +76,7 @@ def _acquire(descriptor: int, folder: Path, run: str) -> None:
                 f"another run, process {holder.get('process', '?')} on host "
                 f"'{holder.get('host', '?')}', writes "
                 f"checkpoints to '{folder}'",
-                hint="choose another `folder`, or end that run first",
+                hint="choose another `checkpoint_folder`, or end that run first",
             )
         time.sleep(0.2)
 

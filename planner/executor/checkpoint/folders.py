@@ -36,7 +36,7 @@ from planner.options.training import BaselineName, CheckpointOptions
 INDEX = "index.json"
 INDEX_DIGEST = "index.sha256"
 OTHER = "resume from another checkpoint with `resume=PATH`"
-REMEDY = "train with `every=N` to write checkpoints"
+REMEDY = "train with `checkpoint_every=N` to write checkpoints"
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 # A folder by which rank 0 checks that all hosts see its files, named like a half-written
 # checkpoint, so that `remove_leftovers` removes one that a crash left behind.
@@ -210,7 +210,8 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """Return the checkpoint that a run resumes from; None when it begins anew."""
     if folder.exists() and not folder.is_dir():
         raise InputError(
-            f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`"
+            f"'{folder}' is a file, not a folder for checkpoints",
+            hint="choose another `checkpoint_folder`",
         )
 
     inside = complete(folder)
@@ -222,13 +223,14 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     if found is None or found.resolve() not in [path.resolve() for path in inside]:
         problem = f"'{folder}' has checkpoints of an earlier run, the newest {inside[-1].name}"
         raise InputError(
-            problem, hint="continue that run with `resume`, or choose another `folder`"
+            problem, hint="continue that run with `resume`, or choose another `checkpoint_folder`"
         )
 
     if _minibatch_of(inside[-1]) > _minibatch_of(found):
         problem = f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}"
         raise InputError(
-            problem, hint="remove it, or choose another `folder`: the run would overwrite it"
+            problem,
+            hint="remove it, or choose another `checkpoint_folder`: the run would overwrite it",
         )
 
     return found
@@ -273,13 +275,15 @@ def seed_of_run(
     """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or
     0.
     """
-    if options.every is None and options.resume is None:
+    if options.checkpoint_every is None and options.resume is None:
         return seed or 0
     if baseline is not None:
         problem = f"checkpoints are of plans, and `baseline={baseline}` trains without one"
-        raise InputError(problem, hint="leave out `every` and `resume`")
+        raise InputError(problem, hint="leave out `checkpoint_every` and `resume`")
 
-    path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
+    path = resolve(
+        options.resume, Path(options.checkpoint_folder), writes=options.checkpoint_every is not None
+    )
     if path is None:
         return seed or 0
     saved = load_checkpoint(path)
@@ -298,9 +302,9 @@ def after_torchrun_restart(
     None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides,
     because it has the run's losses; the others follow what it finds.
     """
-    folder = Path(options.folder)
+    folder = Path(options.checkpoint_folder)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not elastic
-    if first or options.every is None or not complete(folder):
+    if first or options.checkpoint_every is None or not complete(folder):
         return None
     if os.environ.get("RANK") == "0" and not is_of(folder, torchrun_run_id()):
         return None

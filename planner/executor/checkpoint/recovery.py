@@ -170,8 +170,12 @@ def _newest_minibatch(job: Job, chosen: str | None) -> int:
     """
     options = job.checkpoints
     path = None
-    if options.every is not None or options.resume is not None:
-        path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
+    if options.checkpoint_every is not None or options.resume is not None:
+        path = resolve(
+            options.resume,
+            Path(options.checkpoint_folder),
+            writes=options.checkpoint_every is not None,
+        )
     on_disk = 0
     if path is not None:
         on_disk = load_checkpoint(path).index.minibatch

@@ -231,7 +231,7 @@ class PipelineContext:
         copies = None
         if elastic.elastic is not None:
             copies = elastic.copy_every
-        return segments(first, self.minibatches, self.job.checkpoints.every, copies)
+        return segments(first, self.minibatches, self.job.checkpoints.checkpoint_every, copies)
 
     def is_first_replica(self, stage: int) -> bool:
         """Return whether this worker, or its tensor-parallel group, is the first replica of

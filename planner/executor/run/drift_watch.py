@@ -132,7 +132,7 @@ class DriftWatch:
             context.place.compute,
             math.lcm(*context.shape.replicas),
             self._hand_over,
-            max(1, self._options.window // LOOKS),
+            max(1, self._options.drift_window // LOOKS),
         )
         self._judge: DriftJudge | None = None
         if self._rank == 0:
@@ -399,7 +399,7 @@ def watch_of(
     workers call it.
     """
     job = context.job
-    if job.drift.window == 0 or job.baseline is not None:
+    if job.drift.drift_window == 0 or job.baseline is not None:
         return None
     if any(stage.forward_s == 0 for stage in job.plan.stages):
         return None

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import control_group, message_timeout, share
@@ -44,8 +43,6 @@ from planner.executor.run.drift_watch import DriftWatch, watch_of
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.drift import Drift
-from planner.formats.files import replace
-from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
 from planner.model.batch_digest import batch_digest
@@ -53,10 +50,13 @@ from planner.model.loss import check_labels, shares_function
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
+from planner.options.option import keywords_of, part_of
 from planner.options.training import (
     CheckpointOptions,
     DriftOptions,
+    LoopOptions,
     RunOptions,
+    StepOptions,
     TrainingOptions,
 )
 from planner.plan.rank_groups import sample_parts
@@ -400,7 +400,10 @@ class Pipeline:
             self._drain()
             if self._checkpoints is None or self._checkpoints.folder != Path(folder):
                 options = CheckpointOptions(
-                    folder=str(folder), every=1, keep=keep, resume=self._resumed
+                    checkpoint_folder=str(folder),
+                    checkpoint_every=1,
+                    keep=keep,
+                    resume=self._resumed,
                 )
                 self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
                 self._checkpoints.begin(self._data.count)
@@ -469,58 +472,28 @@ class Pipeline:
         self._losses.exchange(self._data.count, seen)
 
 
-@checked
-def pipeline(
-    plan: Plan,
-    model: str | Path | TrainingSpec,
-    *,
-    seed: int = 0,
-    device: DeviceType | None = None,
-    backend: Backend | None = None,
-    options: TrainingOptions | None = None,
-    evaluates: bool = False,
-    hang_timeout: float = RunOptions().hang_timeout_s,
-    drift: DriftOptions | None = None,
-) -> Pipeline:
+@keywords_of(LoopOptions)
+def pipeline(plan: Plan, model: str | Path | TrainingSpec, options: LoopOptions) -> Pipeline:
     """Return a pipeline for a custom training loop, in a script that torchrun starts once per
     worker of the plan.
 
     Args:
         plan: from `solve` or `load_plan`.
         model: the model file that it was made for, or what `in_memory` returns.
-        seed: of the initial weights of a model file, and of dropout.
-        device: "cpu", "cuda" or another kind as PyTorch calls it; None for the kind that the plan
-            was made for.
-        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the
-            device.
-        options: how to train; those of data and evaluation have no effect, because the script does
-            both itself.
-        evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation
-            mode, too.
-        hang_timeout: seconds after which the run ends when a rank makes no progress in a call of
-            the pipeline, or does not make a call that others wait in. It is no hang when all ranks
-            run the script's own code.
-        drift: how to compare the run with its plan; its `profile` lets `Pipeline.drift` say what
-            another plan would give.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
-    options = replace(options or TrainingOptions(), evaluate_every=1 if evaluates else None)
-    if not hang_timeout > 0:
-        raise InputError(
-            f"hang_timeout={hang_timeout} is no time to wait", hint="give seconds, more than 0"
-        )
-
+    steps = part_of(options, StepOptions)
     job = Job(
         model=spec.origin,
         plan=plan,
-        seed=seed,
-        device=device,
-        backend=backend,
-        options=options,
-        run_options=RunOptions(hang_timeout_s=float(hang_timeout)),
-        drift=drift or DriftOptions(),
+        seed=options.seed,
+        device=options.device,
+        backend=options.backend,
+        options=TrainingOptions(**vars(steps), evaluate_every=1 if options.evaluates else None),
+        run_options=RunOptions(hang_timeout_s=options.hang_timeout_s),
+        drift=DriftOptions(drift_window=options.drift_window, profile=options.profile),
     )
     return Pipeline(job, spec)

@@ -148,7 +148,7 @@ class PlanPart:
             return done
 
         at_end = end == context.minibatches
-        disk_every = context.job.checkpoints.every
+        disk_every = context.job.checkpoints.checkpoint_every
         if (
             kept.checkpointer is not None
             and disk_every is not None

@@ -76,7 +76,7 @@ class Replanner:
         self._rank = rank
         self._workers = job.plan.workers  # of the run, all of which have stages at its start
         self._times_left_out = 0  # moves that left out a worker
-        self.every = max(1, job.drift.window // _POINTS)  # minibatches between two points
+        self.every = max(1, job.drift.drift_window // _POINTS)  # minibatches between two points
         self._minibatches = minibatches
         self._cost_s = math.inf  # not known yet
         self._rests_until_s = 0.0

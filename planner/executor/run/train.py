@@ -235,7 +235,7 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     data = context.data
     checkpointer = None
     copies = None
-    on_disk = job.checkpoints.every is not None or job.checkpoints.resume is not None
+    on_disk = job.checkpoints.checkpoint_every is not None or job.checkpoints.resume is not None
     if not on_disk and recovery is None:
         return Kept(None, None, 0)
     per_epoch = None if data.random else data.minibatches(None, 1)

@@ -38,7 +38,7 @@ def check_compiler(device_type: str) -> None:
             needed = "a C++ compiler (g++ or clang++) and Python's headers"
         raise InputError(
             f"torch.compile does not work for {device_type} on this machine: {first_line(cause)}",
-            hint=f"it needs {needed}; or profile without `compiled`",
+            hint=f"it needs {needed}; or profile without `compile`",
         ) from cause
 
 

@@ -72,7 +72,7 @@ class ProfilingOptions(ProfileOptions):
         layout = self.memory_format == "channels-last"
         autocast = None if self.master_weights else half
         return ModuleOptions(
-            autocast, layout, self.compiled, half=half if self.master_weights else None
+            autocast, layout, self.compile, half=half if self.master_weights else None
         )
 
     @property
@@ -100,10 +100,10 @@ class ProfilingOptions(ProfileOptions):
 
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
-        if self.tensor and self.compiled:
+        if self.tensor and self.compile:
             message = (
                 "tensor-parallel layers are measured in uncompiled steps, and not with "
-                "`tensor` and `compiled`"
+                "`tensor` and `compile`"
             )
             raise InputError(message, hint="leave out one of them")
 
@@ -252,10 +252,10 @@ def _measure(
     if _may_fit(graph, device):
         try:
             return StepMeasurement(spec, graph, batch, device).measure(
-                effort, compiled=options.compiled
+                effort, compiled=options.compile
             )
         except torch.OutOfMemoryError as cause:
-            if options.compiled:
+            if options.compile:
                 raise step_failure(cause) from cause
         # Outside of the handler, whose traceback keeps the step's tensors alive.
         _log.warning(f"the memory of {device} does not hold a step: measuring it layer by layer")

@@ -94,7 +94,7 @@ class StepMeasurement:
         self._clock = Clock(device)
 
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
-        """Measure the model uncompiled; with `compiled`, spend half of the time on it through
+        """Measure the model uncompiled; with `compile`, spend half of the time on it through
         torch.compile.
 
         Raise ModelFileError when a step fails, and torch.OutOfMemoryError when the device has no

@@ -471,7 +471,9 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     plan = make_plan(structural_profile(path, 4), (1,))
     graph = capture_file(spec, spec.example_batch(4))
     split = Split(spec, [graph], [])
-    options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1, resume="auto")
+    options = CheckpointOptions(
+        checkpoint_every=5, checkpoint_folder=str(tmp_path / "folder"), keep=1, resume="auto"
+    )
     job = Job(model=str(path), plan=plan, steps=50, checkpoints=options)
     data = DataPosition(4, None)
 
@@ -533,7 +535,9 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     spec = load_model_file(path)
     plan = make_plan(structural_profile(path, 4), (1,))
     split = Split(spec, [capture_file(spec, spec.example_batch(4))], [])
-    options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1)
+    options = CheckpointOptions(
+        checkpoint_every=5, checkpoint_folder=str(tmp_path / "folder"), keep=1
+    )
     checkpointer = Checkpointer(
         Job(model=str(path), plan=plan, steps=50, checkpoints=options),
         split.stages,

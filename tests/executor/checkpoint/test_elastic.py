@@ -136,7 +136,9 @@ def resumed(
     """
     found: list[tuple[int, float | None]] = []
     for plan, end in zip(plans, points, strict=True):
-        checkpoints = CheckpointOptions(every=1000, folder=str(folder / "reference"), resume="auto")
+        checkpoints = CheckpointOptions(
+            checkpoint_every=1000, checkpoint_folder=str(folder / "reference"), resume="auto"
+        )
         job = Job(model=str(path), plan=plan, steps=end, seed=SEED, checkpoints=checkpoints)
         (result,) = run_jobs([job], folder)
         found += [(entry.minibatch, entry.loss) for entry in result.losses]
@@ -320,7 +322,7 @@ def test_memory_without_room_is_one_sentence(tmp_path: Path) -> None:
 def test_a_host_that_comes_leaves_it_to_worker_0_whether_checkpoints_are_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = CheckpointOptions(every=5, folder=str(tmp_path))
+    options = CheckpointOptions(checkpoint_every=5, checkpoint_folder=str(tmp_path))
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "index.json").touch()
     monkeypatch.delenv("RANK", raising=False)
@@ -357,6 +359,8 @@ def test_asynchronous_schedules_drain_at_copies(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "memory-1")
     result = start(job_of(path, plan), (0, 1, 2), tmp_path)
     assert result is not None
-    checkpoints = CheckpointOptions(every=EVERY, folder=str(tmp_path / "reference"))
+    checkpoints = CheckpointOptions(
+        checkpoint_every=EVERY, checkpoint_folder=str(tmp_path / "reference")
+    )
     job = Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, checkpoints=checkpoints)
     assert losses(result) == losses(run_jobs([job], tmp_path)[0])

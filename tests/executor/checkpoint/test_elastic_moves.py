@@ -87,7 +87,9 @@ def test_a_host_is_lost_after_a_move(tmp_path: Path, leaves_out: bool) -> None:
         steps=STEPS,
         seed=SEED,
         elastic=ElasticOptions(elastic=(1, 4), rendezvous="nowhere:1", copy_every=EVERY),
-        drift=DriftOptions(window=WINDOW, profile=str(tmp_path / "profile.json"), replan=True),
+        drift=DriftOptions(
+            drift_window=WINDOW, profile=str(tmp_path / "profile.json"), replan=True
+        ),
         run="one run",
     )
     copied = FAILS_AT // EVERY * EVERY

@@ -185,7 +185,7 @@ def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> 
         assert second.first_minibatch == 7
         assert losses(one) == losses(first) + losses(second), case
         assert_same_weights(whole, after)
-        saved = load_checkpoint(complete(Path(stopped.checkpoints.folder))[0])
+        saved = load_checkpoint(complete(Path(stopped.checkpoints.checkpoint_folder))[0])
         kept = [part.extras for part in saved.index.parts]
         assert all(("scheduler" in extras) == ("scheduler" in case.more) for extras in kept)
         if case.float16:

@@ -238,7 +238,9 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
             seed=SEED,
             defer_weights=True,
             save_weights=str(tmp_path / name),
-            checkpoints=CheckpointOptions(every=every, folder=folder, resume=resume),
+            checkpoints=CheckpointOptions(
+                checkpoint_every=every, checkpoint_folder=folder, resume=resume
+            ),
         )
 
     other = plan_for(tmp_path, (1, 1), "gpipe", 2)

@@ -77,7 +77,7 @@ def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
         steps=run.minibatches,
         options=options,
         run_options=RunOptions(),
-        drift=DriftOptions(window=0),
+        drift=DriftOptions(drift_window=0),
     )
     data = make_batches(spec, MICROBATCH, run.microbatches, seed=0)
     with patch.dict(os.environ, RANK=str(rank)), each_captured_once():

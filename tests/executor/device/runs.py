@@ -347,7 +347,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         steps=run.minibatches,
         options=options,
         run_options=RunOptions(trace="trace.json" if run.traced else None),
-        drift=DriftOptions(window=0),
+        drift=DriftOptions(drift_window=0),
     )
     shared = {pair: [_shared_name(pair)] for pair in run.tied}
     place = PretendedGPUs(CPU.compute, CPU.wire)

@@ -285,10 +285,7 @@ def test_a_buffer_that_counts_what_one_replica_sees_is_refused(
     ) as error:
         train(path, plan, steps=4)
     assert "no `replicas`" in error.value.hint
-    assert (
-        train(path, plan, steps=4, options=TrainingOptions(accept_divided_loss=True)).minibatches
-        == 4
-    )
+    assert train(path, plan, steps=4, accept_divided_loss=True).minibatches == 4
 
 
 # What is the same however it is divided, and what calls a loss more than once does not see.

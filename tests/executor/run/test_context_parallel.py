@@ -241,7 +241,9 @@ def test_checkpoints_go_from_divided_sequences_to_whole_ones_and_back(tmp_path: 
     folder = str(tmp_path / "checkpoints")
     jobs = []
     for number, plan in enumerate(plans):
-        options = CheckpointOptions(every=4, folder=folder, resume="auto" if number else None)
+        options = CheckpointOptions(
+            checkpoint_every=4, checkpoint_folder=folder, resume="auto" if number else None
+        )
         steps = 4 * (number + 1)
         jobs.append(Job(model=str(path), plan=plan, steps=steps, seed=SEED, checkpoints=options))
     results = run_jobs(jobs, tmp_path)

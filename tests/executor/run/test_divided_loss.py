@@ -16,7 +16,6 @@ from planner.formats.profile import ForbiddenLabel, LossMean
 from planner.model.batch import Batch
 from planner.model.loss import check_labels
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.options.training import TrainingOptions
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.executor.plans import make_plan
 
@@ -197,8 +196,8 @@ def test_what_the_model_contradicts_is_refused(tmp_path: Path, stated: LossMean 
 
 def test_a_user_may_accept_another_loss(tmp_path: Path) -> None:
     path = written(tmp_path, ZERO_HEAD)
-    accepted = TrainingOptions(accept_divided_loss=True)
-    assert len(train(path, plan_of(path, None), steps=2, options=accepted).losses) == 2
+    result = train(path, plan_of(path, None), steps=2, accept_divided_loss=True)
+    assert len(result.losses) == 2
 
 
 def test_a_label_that_comes_late_is_refused(tmp_path: Path) -> None:

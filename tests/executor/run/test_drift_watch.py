@@ -44,7 +44,7 @@ def job_of(folder: Path, windows: int, schedule: str, microbatches: int, window:
         model=str(path),
         plan=sleeping_plan(profile, (1, 1), schedule, microbatches),
         steps=windows * window + 5,
-        drift=DriftOptions(window=window, profile=str(folder / "profile.json")),
+        drift=DriftOptions(drift_window=window, profile=str(folder / "profile.json")),
         run_options=RunOptions(trace=str(folder / "run.json"), trace_minibatches=5),
     )
 
@@ -84,7 +84,7 @@ def test_devices_as_planned_are_not_told_of(tmp_path: Path) -> None:
 def test_without_a_window_nothing_is_watched(tmp_path: Path) -> None:
     job = job_of(tmp_path, 2, "1f1b-flush", 2, 10)
     slow_down(tmp_path, [(1, 0, 10**9, 2.5)])
-    unwatched = job.model_copy(update={"drift": DriftOptions(window=0)})
+    unwatched = job.model_copy(update={"drift": DriftOptions(drift_window=0)})
     (result,) = run_jobs([unwatched], tmp_path)
     assert not result.drift
 
@@ -116,7 +116,8 @@ def run_loop(arguments: Sequence[str]) -> None:
     assert job.steps is not None
     drawn = torch.Generator().manual_seed(0)
     shape = (BATCH_SIZE * job.plan.microbatches, 1, WIDTH)
-    with planner.pipeline(job.plan, job.model, drift=job.drift) as pipeline:
+    window, profile = job.drift.drift_window, job.drift.profile
+    with planner.pipeline(job.plan, job.model, drift_window=window, profile=profile) as pipeline:
         assert pipeline.drift() is None
         for _ in range(job.steps):
             sample = torch.randn(shape, generator=drawn)

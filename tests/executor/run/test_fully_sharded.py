@@ -209,7 +209,9 @@ def test_any_plan_goes_on_where_another_stopped(
     jobs = [job]
     for number, plan in enumerate(course):
         checkpoints = CheckpointOptions(
-            folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
+            checkpoint_folder=str(tmp_path / "checkpoints"),
+            checkpoint_every=2,
+            resume="auto" if number else None,
         )
         changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
         jobs.append(

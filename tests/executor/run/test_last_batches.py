@@ -189,7 +189,7 @@ def test_a_tail_that_the_model_fails_on_is_refused_before_the_first_step(squeeze
         in refused.value.message
     )
     assert "`drop_last`" in refused.value.hint
-    trained = planner.train(squeezed, plan, epochs=1, options=TrainingOptions(drop_last=True))
+    trained = planner.train(squeezed, plan, epochs=1, drop_last=True)
     assert trained.minibatches == 2
 
 

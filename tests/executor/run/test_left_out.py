@@ -88,14 +88,16 @@ def stopping(job: Job, plans: Sequence[Plan], ends: Sequence[int], folder: Path)
     found = []
     for number, (plan, end) in enumerate(zip(plans, ends, strict=True)):
         checkpoints = CheckpointOptions(
-            every=end, folder=str(folder / "stops"), resume="auto" if number else None
+            checkpoint_every=end,
+            checkpoint_folder=str(folder / "stops"),
+            resume="auto" if number else None,
         )
         part = replace(
             job,
             plan=alone(plan),
             steps=end,
             checkpoints=checkpoints,
-            drift=DriftOptions(window=0),
+            drift=DriftOptions(drift_window=0),
             run_options=RunOptions(),
             save_weights=str(folder / "stopping.pt"),
         )
@@ -197,7 +199,7 @@ def test_evaluations_and_checkpoints_go_on(tmp_path: Path, profile: Profile) -> 
     path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
     both = cut(profile, (2, 2), "1f1b-flush", 2)
     fewer = without(make_plan(profile, (1,), "1f1b-flush", 2), [1], 2)
-    kept = CheckpointOptions(every=25, folder=str(tmp_path / "kept"), keep=10)
+    kept = CheckpointOptions(checkpoint_every=25, checkpoint_folder=str(tmp_path / "kept"), keep=10)
     job = job_of(tmp_path, both, checkpoints=kept, options=TrainingOptions(evaluate_every=30))
 
     result = check_same(job, [both, fewer], tmp_path)
@@ -214,12 +216,12 @@ def test_a_run_resumes_from_what_was_written_while_one_was_left_out(
     """With all workers, as it was started."""
     both = cut(profile, (2, 2), "1f1b-flush", 2)
     fewer = without(make_plan(profile, (1,), "1f1b-flush", 2), [1], 2)
-    kept = CheckpointOptions(every=60, folder=str(tmp_path / "kept"))
+    kept = CheckpointOptions(checkpoint_every=60, checkpoint_folder=str(tmp_path / "kept"))
     first = moving(replace(job_of(tmp_path, both, checkpoints=kept), steps=60), [fewer], tmp_path)
 
     again = replace(kept, resume="auto")
     path = tmp_path / "again.json"
-    job = replace(job_of(tmp_path, both, checkpoints=again), drift=DriftOptions(window=0))
+    job = replace(job_of(tmp_path, both, checkpoints=again), drift=DriftOptions(drift_window=0))
     path.write_text(job.model_dump_json(), encoding="utf-8")
     run_workers(run_plainly, [str(path)], tmp_path / "workers.log", 2)
     second = result_of(path)
@@ -235,5 +237,5 @@ def test_a_plan_may_end_where_a_checkpoint_is_written(tmp_path: Path, profile: P
     both = cut(profile, (2, 2), "1f1b-flush", 2)
     other = cut(profile, (1, 3), "1f1b-flush", 2)
     fewer = without(make_plan(profile, (1,), "1f1b-flush", 2), [1], 2)
-    kept = CheckpointOptions(every=WINDOW // 5, folder=str(tmp_path / "kept"))
+    kept = CheckpointOptions(checkpoint_every=WINDOW // 5, checkpoint_folder=str(tmp_path / "kept"))
     check_same(job_of(tmp_path, both, checkpoints=kept), [both, other, fewer], tmp_path)

@@ -151,7 +151,9 @@ def sampler(microbatch_size, microbatches, seed):
     profile = structural_profile(path, SIZE)
     plan = by_labels(make_plan(profile, (1, 1), "1f1b-flush", 3))
     options = TrainingOptions(evaluate_every=3)
-    checkpoints = CheckpointOptions(folder=str(tmp_path / "saved"), every=4, keep=9)
+    checkpoints = CheckpointOptions(
+        checkpoint_folder=str(tmp_path / "saved"), checkpoint_every=4, keep=9
+    )
     whole = Job(model=str(path), plan=plan, steps=11, seed=SEED, options=options)
     first = whole.model_copy(update={"steps": 4, "checkpoints": checkpoints})
     second = whole.model_copy(

@@ -214,7 +214,7 @@ def test_masters_go_on_in_any_plan(levels: Sequence[int | None], tmp_path: Path)
     for number, plan in enumerate(course):
         resume = "auto" if number else None
         checkpoints = CheckpointOptions(
-            folder=str(tmp_path / "checkpoints"), every=2, resume=resume
+            checkpoint_folder=str(tmp_path / "checkpoints"), checkpoint_every=2, resume=resume
         )
         changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
         jobs.append(

@@ -71,13 +71,15 @@ def stopping(job: Job, plans: Sequence[Plan], ends: object) -> Iterator[Job]:
     folder = Path(job.model).parent
     for number, (plan, end) in enumerate(zip(plans, ends, strict=True)):
         checkpoints = CheckpointOptions(
-            every=end, folder=str(folder / "stops"), resume="auto" if number else None
+            checkpoint_every=end,
+            checkpoint_folder=str(folder / "stops"),
+            resume="auto" if number else None,
         )
         changes = {
             "plan": plan,
             "steps": end,
             "checkpoints": checkpoints,
-            "drift": DriftOptions(window=0),
+            "drift": DriftOptions(drift_window=0),
             "save_weights": str(folder / "stopping.pt"),
         }
         yield job.model_copy(update=changes)
@@ -96,7 +98,7 @@ def _read(path: Path) -> TrainResult:
 
 
 def job_of(folder: Path, plan: Plan, **more: object) -> Job:
-    drift = DriftOptions(window=WINDOW, profile=str(folder / "profile.json"), replan=True)
+    drift = DriftOptions(drift_window=WINDOW, profile=str(folder / "profile.json"), replan=True)
     job = Job(model=str(folder / "sleeping.py"), plan=plan, steps=STEPS, drift=drift)
     return job.model_copy(update={"save_weights": str(folder / "moving.pt"), **more})
 
@@ -189,7 +191,7 @@ def test_checkpoints_and_evaluations_go_on(tmp_path: Path, profile: Profile) -> 
     path.write_text(path.read_text() + EVALUATION, encoding="utf-8")
     before = cut(profile, (2, 2), "1f1b-flush", 2)
     after = cut(profile, (1, 3), "1f1b-flush", 2)
-    kept = CheckpointOptions(every=25, folder=str(tmp_path / "kept"), keep=10)
+    kept = CheckpointOptions(checkpoint_every=25, checkpoint_folder=str(tmp_path / "kept"), keep=10)
     job = job_of(tmp_path, before, checkpoints=kept, options=TrainingOptions(evaluate_every=30))
 
     result = check_same(job, [before, after], tmp_path)

@@ -13,7 +13,6 @@ import pytest
 import planner
 from planner.errors import PlannerError
 from planner.formats.plan import Plan, save_plan
-from planner.options.training import DriftOptions, RunOptions
 from planner.workers.job import TrainResult
 from tests.executor.plans import make_plan
 from tests.executor.run.test_left_out import without
@@ -82,9 +81,14 @@ def run(folder: Path, point: str, steps: int = 160, *, leaves_out: bool = False)
     if leaves_out:
         after = without(make_plan(profile, (1,), "1f1b-flush", 2), [1], 2)
     save_plan(after, folder / "next.json")
-    drift = DriftOptions(window=10, profile=str(folder / "profile.json"), replan=True)
     return planner.train(
-        path, before, steps=steps, drift=drift, run_options=RunOptions(hang_timeout_s=30.0)
+        path,
+        before,
+        steps=steps,
+        drift_window=10,
+        profile=str(folder / "profile.json"),
+        replan=True,
+        hang_timeout_s=30.0,
     )
 
 

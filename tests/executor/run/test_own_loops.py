@@ -121,5 +121,5 @@ def test_a_rank_that_does_not_come_back_from_its_own_code_is_named_after_the_tim
     assert "in never_back()" in line
     assert (
         "hint: look there for what may block; allow more time with planner.pipeline(..., "
-        "hang_timeout=SECONDS)" in log
+        "hang_timeout_s=SECONDS)" in log
     )

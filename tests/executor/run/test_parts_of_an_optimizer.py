@@ -232,7 +232,7 @@ def test_groups_go_on_under_another_cut(tmp_path: Path) -> None:
     made = structural_profile(path, SIZE)
     two = make_plan(made, (1, 1), "1f1b-flush")
     folder = str(tmp_path / "checkpoints")
-    saving = CheckpointOptions(folder=folder, every=5)
+    saving = CheckpointOptions(checkpoint_folder=folder, checkpoint_every=5)
     names = [layer for stage in two.stages for layer in stage.layers]
     moved = len(two.stages[0].layers) + 3
     other = _cut_at(made, two, names, moved)
@@ -243,7 +243,7 @@ def test_groups_go_on_under_another_cut(tmp_path: Path) -> None:
             seed=SEED,
             plan=other,
             steps=STEPS,
-            checkpoints=CheckpointOptions(folder=folder, resume="auto"),
+            checkpoints=CheckpointOptions(checkpoint_folder=folder, resume="auto"),
             save_weights=str(tmp_path / "weights.pt"),
         ),
     ]

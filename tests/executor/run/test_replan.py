@@ -38,7 +38,9 @@ def plan() -> Plan:
 
 
 def replanner(plan: Plan, cost_s: float, gain: float = 2.0) -> Replanner:
-    options = DriftOptions(replan=True, profile="profile.json", replan_gain=gain, window=WINDOW)
+    options = DriftOptions(
+        replan=True, profile="profile.json", replan_gain=gain, drift_window=WINDOW
+    )
     made = Replanner(Job(model="model.py", plan=plan, drift=options), 0, MINIBATCHES, HashStore())
     made.expect_cost(cost_s)
     return made
@@ -220,7 +222,7 @@ def test_nobody_is_left_out_who_could_not_measure_itself(
 
 def test_a_worker_that_is_left_out_settles_nothing(plan: Plan) -> None:
     store = HashStore()
-    options = DriftOptions(replan=True, profile="profile.json", window=WINDOW)
+    options = DriftOptions(replan=True, profile="profile.json", drift_window=WINDOW)
     job = Job(model="model.py", plan=plan, drift=options)
     trains, idle = (Replanner(job, rank, MINIBATCHES, store) for rank in (0, 3))
     for each in (trains, idle):
@@ -242,7 +244,7 @@ def test_a_run_moves_away_from_a_slow_device(tmp_path: Path) -> None:
     profile = sleeping_profile(path)
     save_profile(profile, tmp_path / "profile.json")
     options = DriftOptions(
-        window=10, profile=str(tmp_path / "profile.json"), replan=True, replan_gain=0.01
+        drift_window=10, profile=str(tmp_path / "profile.json"), replan=True, replan_gain=0.01
     )
     plan = sleeping_plan(profile, (1, 1), "1f1b-flush", 6)
     job = Job(model=str(path), plan=plan, steps=200, drift=options, run_options=RunOptions())

@@ -177,7 +177,9 @@ def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
     ]
     for number, plan in enumerate(course):
         checkpoints = CheckpointOptions(
-            folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
+            checkpoint_folder=str(tmp_path / "checkpoints"),
+            checkpoint_every=2,
+            resume="auto" if number else None,
         )
         job = _job(path, plan, tmp_path / f"{number}.pt", TrainingOptions())
         jobs.append(job.model_copy(update={"steps": 2 * (number + 1), "checkpoints": checkpoints}))

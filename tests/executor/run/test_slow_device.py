@@ -11,7 +11,6 @@ import pytest
 
 import planner
 from planner.formats.profile import save_profile
-from planner.options.training import DriftOptions, RunOptions
 from tests.executor.run.test_move import cut
 from tests.executor.sleeping import fast_again, sleeping_profile, slow_now, write_sleeping
 
@@ -49,14 +48,18 @@ def test_it_is_left_out_and_taken_in_again(tmp_path: Path) -> None:
     save_profile(profile, tmp_path / "profile.json")
     path.write_text(path.read_text("utf-8") + NOTES, encoding="utf-8")
     plan = cut(profile, (2, 2), "1f1b-flush", 4)
-    drift = DriftOptions(
-        window=10, profile=str(tmp_path / "profile.json"), replan=True, replan_gain=0.01
-    )
 
     thread = threading.Thread(target=disturb, args=(tmp_path,), daemon=True)
     thread.start()
     result = planner.train(
-        path, plan, steps=STEPS, drift=drift, run_options=RunOptions(hang_timeout_s=60.0)
+        path,
+        plan,
+        steps=STEPS,
+        drift_window=10,
+        profile=str(tmp_path / "profile.json"),
+        replan=True,
+        replan_gain=0.01,
+        hang_timeout_s=60.0,
     )
     thread.join()
 

@@ -308,7 +308,9 @@ def test_checkpoints_go_from_groups_to_single_ranks_and_back(model: str, tmp_pat
     folder = tmp_path / "checkpoints"
     jobs = []
     for number, plan in enumerate(plans):
-        options = CheckpointOptions(every=4, folder=str(folder), resume="auto" if number else None)
+        options = CheckpointOptions(
+            checkpoint_every=4, checkpoint_folder=str(folder), resume="auto" if number else None
+        )
         jobs.append(
             Job(model=str(path), plan=plan, steps=4 * (number + 1), seed=SEED, checkpoints=options)
         )
@@ -428,7 +430,7 @@ def test_ranks_with_samples_of_their_own_do_all_that_a_run_may_do(tmp_path: Path
             options=options,
             save_weights=weights,
             checkpoints=CheckpointOptions(
-                every=4, folder=folder, resume="auto" if number == 2 else None
+                checkpoint_every=4, checkpoint_folder=folder, resume="auto" if number == 2 else None
             ),
         )
         (result,) = run_jobs([job], tmp_path)

@@ -87,7 +87,7 @@ def test_a_loss_of_whole_batches_is_not_divided(
 def test_a_divided_loss_can_be_accepted(tmp_path: Path) -> None:
     path = written(tmp_path)
     plan = contrastive_plan(path)
-    make_job(path, plan, TrainArguments(options=TrainingOptions(accept_divided_loss=True)))
+    make_job(path, plan, TrainArguments(accept_divided_loss=True))
     # by `plan solve`
     accepted = plan.model_copy(update={"loss": LossMean(over="batch", accepted=True)})
     make_job(path, accepted, TrainArguments())

@@ -107,7 +107,7 @@ def test_devices_without_thread_time() -> None:
 def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
     file = load_model_file(write_model(tmp_path, model, "momentum"))
     plain = profile_model(file, 4, ProfilingOptions(seconds=0.1, repeats=3))
-    compiled = profile_model(file, 4, ProfilingOptions(seconds=0.1, repeats=3, compiled=True))
+    compiled = profile_model(file, 4, ProfilingOptions(seconds=0.1, repeats=3, compile=True))
     assert compiled.graph_hash == plain.graph_hash
     assert compiled.compiled is not None
     assert set(compiled.compiled.runs) <= {layer.name for layer in compiled.layers}
@@ -134,7 +134,7 @@ def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(profile, "check_compiler", refuse)
     file = load_model_file(write_model(tmp_path, "language", "sgd"))
     with pytest.raises(InputError, match="does not work for cpu"):
-        profile_model(file, 4, ProfilingOptions(compiled=True))
+        profile_model(file, 4, ProfilingOptions(compile=True))
 
 
 def test_it_cannot_be_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

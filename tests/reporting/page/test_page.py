@@ -161,7 +161,7 @@ def test_a_run_that_lost_a_host_tells_what_happened_under_the_plan_that_it_ended
         update={"restarts": (f"lost host {EVIL[1]}: training goes on",)}
     )
     save_trace(run, tmp_path / "run.json")
-    page = planner.report(plan, tmp_path / "report.html", measured=tmp_path / "run.json").read_text(
+    page = planner.report(plan, tmp_path / "report.html", run=tmp_path / "run.json").read_text(
         encoding="utf-8"
     )
     Elements(page)
