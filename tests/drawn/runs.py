@@ -3,7 +3,8 @@
 The drawn model files vary what people write; these vary how it is trained: how workers share a
 model, under which schedule, with which options, and whether a run is resumed under another plan.
 Models are small and in float64 where they can be, so that rounding is far from what a wrong
-gradient, a wrong sample or another dropout mask would do.
+gradient, a wrong sample or another dropout mask would do. Other draws have the same runs in half
+precision, or through the compiler.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 import planner
@@ -25,6 +28,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
+from planner.model.options import PLAIN, ModuleOptions
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.options.option import part_of
@@ -51,6 +55,14 @@ SEED = 3
 MOST_WORKERS = 4
 
 Dividing = Literal["nothing", "layers", "tokens", "sequences", "samples"]
+Running = Literal["as written", "under autocast", "with masters", "compiled"]
+
+OPTIONS: dict[Running, ModuleOptions] = {
+    "as written": PLAIN,
+    "under autocast": ModuleOptions(autocast=torch.bfloat16),
+    "with masters": ModuleOptions(half=torch.bfloat16),
+    "compiled": ModuleOptions(compiled=True),
+}
 
 IN_DOUBLE = ("attention", "packed", "flattened", "tied head", "language")
 WITH_EXPERTS = ("experts", "experts alone")  # whose products are in bfloat16
@@ -103,6 +115,7 @@ class DrawnRun:
     loss_chunks: int = 1
     deferred: bool | None = None
     own_loop: bool = False  # whether a script hands in the minibatches
+    running: Running = "as written"
 
     @property
     def own_samples(self) -> int:
@@ -110,8 +123,18 @@ class DrawnRun:
         return self.divisions[0].own_samples
 
     @property
+    def options(self) -> ModuleOptions:
+        """How its modules run."""
+        return OPTIONS[self.running]
+
+    @property
     def in_double(self) -> bool:
-        return self.model in IN_DOUBLE
+        return self.model in IN_DOUBLE and self.running in ("as written", "compiled")
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks share what one process computes in one piece."""
+        return any(each.degree > 1 for each in self.divisions)
 
 
 def draw_run(seed: int) -> DrawnRun:
@@ -156,6 +179,16 @@ def draw_run(seed: int) -> DrawnRun:
     )
 
 
+def draw_run_in(running: Running, seed: int) -> DrawnRun:
+    """Draw a run whose modules run in such a way: the same for the same seed."""
+    # The models with experts convert some values themselves, which half weights do not go with.
+    models = IN_DOUBLE if running == "with masters" else (*IN_DOUBLE, *WITH_EXPERTS)
+    drawn = map(draw_run, count(seed, step=1000))
+    run = replace(next(run for run in drawn if run.model in models), running=running)
+    # AdamW makes steps of rounding noise.
+    return run if run.in_double or run.optimizer != "adamw" else replace(run, optimizer="momentum")
+
+
 def _draw_division(
     chosen: random.Random, schedule: Schedule, model: str, microbatches: int
 ) -> Division:
@@ -195,10 +228,10 @@ def _draw_division(
     )
 
 
-# Appended to a model file whose weights are in single precision.
-DOUBLE = """
+# Appended to a model file whose weights are in another precision.
+CONVERTED = """
 def build_model(build=build_model):
-    return build().double()
+    return build().{precision}()
 """
 
 
@@ -211,13 +244,15 @@ def _chunks(schedule: Schedule) -> int:
 def write_file(run: DrawnRun, folder: Path) -> Path:
     """Write the run's model file, and return its path."""
     more = RATES if run.rates else ""
-    more += DOUBLE if run.model == "language" else ""
+    precision = "double" if run.in_double else "float"
+    if run.model in IN_DOUBLE:
+        more += CONVERTED.format(precision=precision)
     return write_model(folder, run.model, run.optimizer, samples=run.samples, more=more)
 
 
 def jobs_of(run: DrawnRun, path: Path, folder: Path) -> list[Job]:
     """Return the jobs that are the parts of the run; the last one saves its weights."""
-    profile = structural_profile(path, MICROBATCH_SIZE)
+    profile = structural_profile(path, MICROBATCH_SIZE, run.options)
     profile = profile.model_copy(update={"chunked_loss": chunked(path, run.loss_chunks)})
     last = len(run.divisions) - 1
     jobs = []
@@ -304,8 +339,10 @@ def expected_of(run: DrawnRun, path: Path, plan: Plan) -> tuple[list[float], Wei
     spec = load_model_file(str(path))
     torch.manual_seed(SEED)
     model = spec.build_model()  # before the batch, which also draws random numbers
-    graph = capture_file(spec, spec.example_batch(MICROBATCH_SIZE), model)
-    whole = build_stage(graph, [layer.name for layer in graph.layers])
+    options = replace(run.options, compiled=False)
+    graph = capture_file(spec, spec.example_batch(MICROBATCH_SIZE), model, options=options)
+    alone = build_stage(graph, [layer.name for layer in graph.layers])
+    whole = alone if options.half is None else WithMasters(alone)
     parts = run.microbatches * run.own_samples
     data = make_batches(
         spec, MICROBATCH_SIZE // run.own_samples, parts, SEED, drop_last=run.drop_last
@@ -315,15 +352,60 @@ def expected_of(run: DrawnRun, path: Path, plan: Plan) -> tuple[list[float], Wei
     make = partial(_optimizer, spec, run)
     if not run.schedule.asynchronous:
         losses = partial(_weighed_losses, data, parts)
-        return plain_training(whole, make, losses, steps)
+        return _rounded(run, *plain_training(whole, make, losses, steps))
 
     owner = {name: layer.name for layer in graph.layers for name in layer.parameters}
     trained = [name for name, _ in whole.named_parameters()]
-    names = [[name for name in trained if owner[name] in stage.layers] for stage in plan.stages]
+    names = [
+        [name for name in trained if owner[_own_name(name)] in stage.layers]
+        for stage in plan.stages
+    ]
     loss = partial(_loss_of_ranks, data, run.own_samples)
     if run.schedule.divides:
-        return double_buffered(whole, names, plan.replicas, make, loss, steps, run.microbatches)
-    return delayed_updates(whole, names, plan.replicas, make, loss, steps)
+        found = double_buffered(whole, names, plan.replicas, make, loss, steps, run.microbatches)
+    else:
+        found = delayed_updates(whole, names, plan.replicas, make, loss, steps)
+    return _rounded(run, *found)
+
+
+class WithMasters(nn.Module):
+    """A whole model in half precision whose trained weights are copies of it in float32, which are
+    rounded in every forward.
+    """
+
+    def __init__(self, whole: StageModule) -> None:
+        super().__init__()
+        self._whole = (whole,)  # in a tuple, so that the masters are the only parameters
+        for name, parameter in whole.named_parameters():
+            self.register_parameter(
+                name.replace(".", "|"),
+                nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad),
+            )
+
+    def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
+        (whole,) = self._whole
+        whole.set_random_key(seed, minibatch, microbatch)
+
+    def forward(self, batch: Batch, received: dict[str, Tensor]) -> dict[str, Tensor]:
+        (whole,) = self._whole
+        halves = {
+            _own_name(name): master.to(dict(whole.named_parameters())[_own_name(name)].dtype)
+            for name, master in self.named_parameters()
+        }
+        found: dict[str, Tensor] = functional_call(whole, halves, (batch, received))
+        return found
+
+
+def _own_name(name: str) -> str:
+    return name.replace("|", ".")
+
+
+def _rounded(run: DrawnRun, losses: list[float], weights: Weights) -> tuple[list[float], Weights]:
+    """Return the weights as a run saves them, which are those that it computes with."""
+    half = run.options.half
+    if half is None:
+        return losses, weights
+    return losses, {_own_name(name): weight.to(half) for name, weight in weights.items()}
 
 
 def _optimizer(
@@ -376,7 +458,7 @@ def _loss_of_ranks(
 
 
 def _loss(data: BatchSource, model: nn.Module, unit: Unit) -> Tensor:
-    assert isinstance(model, StageModule)
+    assert isinstance(model, StageModule | WithMasters)
     model.set_random_key(SEED, unit.minibatch, unit.microbatch)
     loss: Tensor = model(data.batch(unit), {})["loss"]
     return loss

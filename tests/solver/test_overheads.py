@@ -19,6 +19,7 @@ from planner.solver.find_plan import search_plan as solve
 from planner.solver.problem.problem import Problem
 from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
+from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force as every_plan
 from tests.solver.oracle import brute_force
@@ -44,7 +45,7 @@ def random_model(rng: np.random.Generator) -> Profile:
 def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> None:
     rng = np.random.default_rng(0)
     as_fast = worse = none = limited = 0
-    for _ in range(100):
+    for _ in range(examples(300)):
         model, gpus = random_model(rng), int(rng.integers(1, 6))
         cluster = flat_cluster(gpus, 1e9, memory_bytes=int(rng.integers(1500, 5000)) * MB)
         expected = brute_force(LayerCosts(model), cluster)
@@ -137,7 +138,7 @@ def test_copies_of_a_weight_fit_with_what_a_gpu_keeps_besides() -> None:
     model = replace(small, layers=tuple(large))
 
     with_copies = 0
-    for memory_bytes in range(3000 * MB, 6000 * MB, 10 * MB):
+    for memory_bytes in range(3000 * MB, 6000 * MB, 3000 * MB // examples(600)):
         cluster = flat_cluster(2, 1e12, memory_bytes=memory_bytes)
         try:
             plan = solve(model, cluster, schedule="1f1b-flush", microbatches=4)
