@@ -15,7 +15,9 @@ def as_trained(plan: Plan) -> Plan:
     stack = find_stack(plan.stack)
     if not stack.fuses_anything:
         return plan
-    compiled = not plan.divides_layers and not plan.stages[0].shards_gradients
+    splits = plan.schedule.splits_backward and len(plan.stages) > 1
+    in_one_piece = not plan.divides_layers and not splits
+    compiled = in_one_piece and not plan.stages[0].shards_gradients
     if compiled:
         plan = replace(plan, compiled=True)
     return plan.noting(stack.untrained_words(plan.chunked_loss, compiled=compiled))

@@ -7,6 +7,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shape import check_divided_loss
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+from planner.schedule.schedule import Schedule
 from planner.stages.tensor import one_degree
 
 
@@ -86,8 +87,22 @@ def check_base(plan: Plan) -> None:
         )
 
 
+def split_compiled_words(schedule: Schedule) -> str:
+    """Say why compiled stages have no schedule that splits their backward."""
+    return (
+        f"under {schedule} the gradients of weights are computed after those of inputs, and "
+        f"torch.compile makes one function of both"
+    )
+
+
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
+    if plan.compiled and plan.schedule.splits_backward and len(plan.stages) > 1:
+        raise PlanError(
+            split_compiled_words(plan.schedule),
+            hint="solve with `schedule=1f1b-flush`, or profile without `compile`",
+        )
+
     check_sequences(plan)
     check_divided(plan)
     ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})

@@ -18,6 +18,7 @@ from planner.formats.profile import REMEDY, Profile
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
+from planner.plan.trainable import split_compiled_words
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import Clock
 from planner.solver.problem.budget import Budget
@@ -163,6 +164,7 @@ def searched_problem(request: Request, budget: Budget) -> Problem:
     _check_sharding(problem)
     _check_degrees(problem)
     _check_staleness(problem)
+    _check_compiled(problem)
     return replace(problem, solver=request.options.solver)
 
 
@@ -224,6 +226,16 @@ def _check_degrees(problem: Problem) -> None:
         if number > 0 or degree > 1:
             costs_at(problem.layer_costs.given, degree)
             groups_of(problem.cluster, degree)
+
+
+def _check_compiled(problem: Problem) -> None:
+    if problem.layer_costs.profile.compiled is None or problem.rules.max_stages == 1:
+        return
+    if problem.schedule.splits_backward:
+        raise InputError(
+            split_compiled_words(problem.schedule),
+            hint="use `schedule=1f1b-flush`, or profile without `compile`",
+        )
 
 
 def _check_staleness(problem: Problem) -> None:

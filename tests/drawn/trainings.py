@@ -35,6 +35,7 @@ from tests.drawn.one_process import Reader, largest_difference, train_alone
 from tests.executor.processes import run_workers
 
 MICROBATCH_SIZE, STEPS, SEED = 4, 6, 5
+CRASHED = "crashed"  # a file that a worker leaves which ends with something else than a sentence
 LEFT_S = 20.0  # for the other worker, once one has refused the training
 SAME = 2e-3  # weights may differ by this share of the largest change of a weight, by rounding
 SAME_IN_BFLOAT16 = 3e-2  # whose digits are fewer: each microbatch's gradients are rounded
@@ -179,7 +180,7 @@ def trained(
     run_workers(run, [str(path)], log, job.plan.workers, left_s=LEFT_S)
 
     refusals = [path for path in folder.glob("refusal-*.json") if path.stat().st_size]
-    if refusals:
+    if refusals and not (folder / CRASHED).exists():
         raise PlannerError(**json.loads(min(refusals, key=_time_written).read_text("utf-8")))
     result = folder / "losses.json"
     if not result.exists():
@@ -202,6 +203,10 @@ def _train(paths: Sequence[str], train: Callable[[Job], list[float] | None]) -> 
         refusal.write_text(json.dumps(content), encoding="utf-8")
         # as a worker of a launcher does: the other one may wait for it for ever
         os._exit(error.exit_code)
+    except BaseException:
+        # What others say then, such as that a connection broke, is no refusal.
+        path.with_name(CRASHED).touch()
+        raise
     if losses is not None:
         path.with_name("losses.json").write_text(json.dumps(losses), encoding="utf-8")
 

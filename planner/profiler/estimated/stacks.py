@@ -88,7 +88,7 @@ class Stack:
         """
         does = []
         if not compiled:
-            does.append("runs stages that shard layers or weights eagerly")
+            does.append("runs these stages eagerly")
         if self.fuses_attention:
             does.append("does not fuse attention that the model spells out")
         if self.loss_chunks > 1 and chunked_loss is None:
