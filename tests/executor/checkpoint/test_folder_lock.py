@@ -50,7 +50,7 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path) -> None:
             InputError, match=f"another run, process {holder.pid} on host"
         ) as refusal:
             lock_folder(tmp_path, "second")
-        assert "another `folder`" in refusal.value.hint
+        assert "another `checkpoint_folder`" in refusal.value.hint
 
     # The kernel gives back the lock of a process that was killed.
     lock_folder(tmp_path, "second")

@@ -40,7 +40,11 @@ def job_of(path: Path, plan: Plan, folder: Path, name: str, steps: int, **option
         "steps": steps,
         "seed": SEED,
         "save_weights": str(folder / f"{path.stem}-{name}.pt"),
-        "checkpoints": {"folder": str(folder / f"{path.stem}-{name}"), "every": 7} | options,
+        "checkpoints": {
+            "checkpoint_folder": str(folder / f"{path.stem}-{name}"),
+            "checkpoint_every": 7,
+        }
+        | options,
     }
     return Job.model_validate(content)
 

@@ -68,7 +68,7 @@ def test_training_is_that_of_one_process(tmp_path: Path) -> None:
     slow_folder = tmp_path / "slow"
     slow_folder.mkdir()
     slow = write_drawing(slow_folder, SLOW)
-    folder = {"folder": str(tmp_path / "checkpoints"), "every": 4}
+    folder = {"checkpoint_folder": str(tmp_path / "checkpoints"), "checkpoint_every": 4}
     evaluates = TrainingOptions(evaluate_every=4)
     jobs = [
         _job(path, 8, 1, (1, 1)),

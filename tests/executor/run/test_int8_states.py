@@ -201,7 +201,7 @@ def test_stages_and_replicas_train_as_one_process(tmp_path: Path) -> None:
 def job_of(
     path: Path, folder: Path, name: str, plan: Plan, steps: int, resume: str | None = None
 ) -> Job:
-    checkpoints = {"folder": str(folder / name), "every": 3}
+    checkpoints = {"checkpoint_folder": str(folder / name), "checkpoint_every": 3}
     if resume is not None:
         checkpoints["resume"] = resume
     return Job.model_validate(

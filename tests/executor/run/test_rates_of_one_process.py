@@ -139,7 +139,7 @@ def test_a_scheduler_may_look_at_weights_where_each_worker_has_all(tmp_path: Pat
 
 
 def test_ordinary_schedulers_train_and_resume(tmp_path: Path) -> None:
-    folder = {"folder": str(tmp_path / "checkpoints"), "every": 20}
+    folder = {"checkpoint_folder": str(tmp_path / "checkpoints"), "checkpoint_every": 20}
     through = job_of(tmp_path, ORDINARY, (1, 1), steps=40)
     stopped = through.model_copy(update={"steps": 20})
     jobs = [through]
