@@ -11,13 +11,14 @@ optimizer() gets copies of the stage's parameters here: one that registers hooks
 scales them, does so once to those that are trained.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from planner.errors import ModelFileError
+from planner.errors import InputError, ModelFileError
 from planner.model.hyperparameters import (
     first_difference,
     group_numbers,
@@ -98,11 +99,42 @@ class ReferenceOptimizer:
         self._check(optimizer, "optimizer()")
 
     def schedule(self) -> None:
-        """Make the scheduler, for rates that are multiplied by the stage's factor."""
+        """Make the scheduler, for rates that are multiplied by the stage's factor.
+
+        Raises:
+            InputError: for a scheduler whose rates do not depend on those of the optimizer.
+        """
+        plain = self._plain_rates() if self._factor != 1 else None
         for group in self._optimizer.param_groups:
             group["lr"] = group["lr"] * self._factor
         with as_one_process(), generators_kept():
             self._scheduler = self._spec.scheduler(self._optimizer)
+        if plain is not None:
+            self._check_rates(plain)
+
+    def _plain_rates(self) -> list[float]:
+        """Return the rates that the groups begin with where nothing multiplies them."""
+        groups = self._optimizer.param_groups
+        before = [dict(group) for group in groups]
+        with as_one_process(), generators_kept():
+            self._spec.scheduler(self._optimizer)
+        rates = [float(group["lr"]) for group in groups]
+        for group, values in zip(groups, before, strict=True):
+            group.clear()
+            group.update(values)
+        return rates
+
+    def _check_rates(self, plain: Sequence[float]) -> None:
+        """Raise InputError where the scheduler has not multiplied the stage's own rates."""
+        for rate, group in zip(plain, self._optimizer.param_groups, strict=True):
+            if not math.isclose(group["lr"], self._factor * rate, rel_tol=1e-6, abs_tol=1e-30):
+                raise InputError(
+                    f"{type(self._scheduler).__name__}, which scheduler() returns, begins with a "
+                    f"learning rate of {group['lr']:g} whatever optimizer() has, so that "
+                    f"`late_lr` and `scale_lr` change nothing",
+                    hint="leave both out, or return a scheduler that multiplies the rates of the "
+                    "optimizer, such as LinearLR or LambdaLR",
+                )
 
     def check_schedule(self, optimizer: Optimizer) -> None:
         """Raise ModelFileError where the stage's scheduler has given the groups other

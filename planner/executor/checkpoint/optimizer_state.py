@@ -177,6 +177,7 @@ def take_state(
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     packed = optimizer.state_dict()
+    _check_held(optimizer, packed)
     division = divided_weights(module)
 
     groups: list[ParameterGroup] = []
@@ -206,6 +207,20 @@ def take_state(
         states=states,
     )
     return saved_optimizer, tensors
+
+
+def _check_held(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Raise InputError for state that belongs to no parameter, which no stage could take."""
+    count = sum(len(group["params"]) for group in packed["param_groups"])
+    numbers = range(count)
+    others = [key for key in packed if key not in ("state", "param_groups")]
+    others += [key for key in packed["state"] if key not in numbers]
+    if others:
+        raise InputError(
+            f"{type(optimizer).__name__} has '{others[0]}' beside the state of its parameters, "
+            f"which a checkpoint does not hold",
+            hint="keep it in the groups of the optimizer, or in the state of each parameter",
+        )
 
 
 def _saved_group(group: "_Group", names: Mapping[nn.Parameter, str]) -> ParameterGroup:
@@ -313,6 +328,19 @@ def give_state(
                 packed["state"][stepped.number] = state if shard is None else divided(state, shard)
 
     optimizer.load_state_dict(packed)
+    _keep_types(optimizer, packed["state"])
+
+
+def _keep_types(optimizer: Optimizer, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Let state have the types that it was saved with: PyTorch gives it those of the parameters,
+    and some optimizers keep it in fewer bits.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, saved in states.items():
+        state = optimizer.state[parameters[number]]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
 
 
 @dataclass(frozen=True)

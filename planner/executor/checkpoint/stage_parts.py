@@ -99,7 +99,7 @@ def content_of(own: Restorable) -> Content | None:
         name: to_json(each.state_dict(), f"the state of the {name}")
         for name, each in stateful.items()
     }
-    if weights or optimizer is not None:
+    if weights or optimizer is not None or extras:
         return Content(weights, optimizer, tensors, extras)
     return None
 
@@ -154,11 +154,12 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
     """Fill a stage replica from a checkpoint: weights, optimizer and what else it holds."""
     fill_module(own, saved)
-    if own.optimizer is None:
-        return
     fill_optimizer(own, saved)
+
+    # A stage without trained weights has a loss scale, too.
+    groups = 0 if own.optimizer is None else len(own.optimizer.param_groups)
     for name, stateful in own.extras.items():
-        state, before = _extra_state(saved, name, own.stage, len(own.optimizer.param_groups))
+        state, before = _extra_state(saved, name, own.stage, groups)
         stateful.load_state_dict(rescale_rates(state, own.learning_rate_factor / before))
 
 

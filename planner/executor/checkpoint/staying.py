@@ -56,17 +56,17 @@ class StayingStage:
             for name, tensor in own.module.state_dict(keep_vars=True).items():
                 own_memory(tensor).copy_(self.weights[name])
 
-        if own.optimizer is None:
-            return
+        if own.optimizer is not None:
+            assert self.optimizer is not None
+            give_state(
+                own.optimizer,
+                own.module,
+                [self.optimizer],
+                self.optimizer_tensors.__getitem__,
+                own.learning_rate_factor,
+            )
 
-        assert self.optimizer is not None
-        give_state(
-            own.optimizer,
-            own.module,
-            [self.optimizer],
-            self.optimizer_tensors.__getitem__,
-            own.learning_rate_factor,
-        )
+        # A stage without trained weights has a loss scale, too.
         ratio = own.learning_rate_factor / self.learning_rate_factor
         for name, stateful in own.extras.items():
             stateful.load_state_dict(rescale_rates(self.extras[name], ratio))

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedulers
 
 from docs.examples.newest_muon import NewestMuon
+from planner.catalog.transformers_model import Bfloat16AdamW, Int8AdamW
 from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import (
     OptimizerState,
@@ -279,3 +280,46 @@ def test_nothing_else_comes_out_of_json() -> None:
     assert from_json(to_json({1: (float("inf"), [None, True])}, "it")) == {
         1: (float("inf"), [None, True])
     }
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(Bfloat16AdamW, torch.bfloat16), (Int8AdamW, torch.uint8)]
+)
+def test_moments_keep_their_types(
+    make: Callable[[Any, float], Optimizer], dtype: torch.dtype
+) -> None:
+    """PyTorch's load_state_dict() gives them the type of the weights."""
+    torch.manual_seed(0)
+    before, after = (nn.Linear(64, 64) for _ in range(2))
+    optimizer = make(before.parameters(), 0.01)
+    before(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+
+    state, tensors = take_state(optimizer, before)
+    restored = make(after.parameters(), 0.01)
+    give_state(restored, after, [through_json(state)], tensors.__getitem__)
+
+    assert restored.state[after.weight]["exp_avg"].dtype == dtype
+    for key, value in optimizer.state[before.weight].items():
+        assert torch.equal(restored.state[after.weight][key], value), key
+
+
+class Counting(SGD):
+    """Counts its steps where no parameter has it."""
+
+    def __init__(self, parameters: Any, place: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.place = place
+        if place == "state":
+            self.state["count"] = torch.zeros(())  # type: ignore[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        more = {"count": 1} if self.place == "beside it" else {}
+        return super().state_dict() | more
+
+
+@pytest.mark.parametrize("place", ["state", "beside it"])
+def test_state_of_no_parameter_is_refused(place: str) -> None:
+    whole = model()
+    with pytest.raises(InputError, match="Counting has 'count' beside the state of its parameters"):
+        take_state(Counting(whole.parameters(), place), whole)

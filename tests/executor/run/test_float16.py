@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from planner.executor.stage.optimizer import BACKOFF, FIRST_SCALE, LossScaler
 from planner.model.options import ModuleOptions, autocasting
 from planner.model.spec import load_model_file
-from planner.options.training import TrainingOptions
+from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.workers.job import Job
 from tests.executor import eager
 from tests.executor.eager import Case
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.executor.processes import run_jobs
 from tests.executor.rounds import delayed_rounds
 
 SAMPLES, EPOCHS = 24, 2
@@ -139,3 +141,36 @@ def test_the_scale_grows_after_a_while_without_overflow() -> None:
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
     assert math.log2(FIRST_SCALE).is_integer()
+
+
+# The last stage has no trained weights, and its first scales overflow, too.
+FROZEN_HEAD = """
+def build_model(build=build_model):
+    model = build()
+    *_, last = (each for each in model.modules() if isinstance(each, nn.Linear))
+    last.requires_grad_(False)
+    return model
+"""
+
+
+def test_a_stage_without_trained_weights_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "language", "sgd", samples=SAMPLES, more=STEEP + FROZEN_HEAD)
+    profile = structural_profile(path, 4, FLOAT16)
+    plan = make_plan(profile, (1, 1), "1f1b-flush", 2)
+    whole = Job(model=str(path), plan=plan, steps=12)
+    jobs = [
+        whole.model_copy(
+            update={
+                "steps": steps,
+                "checkpoints": CheckpointOptions(
+                    checkpoint_every=6,
+                    checkpoint_folder=str(tmp_path / "checkpoints"),
+                    resume=resume,
+                ),
+            }
+        )
+        for steps, resume in ((6, None), (12, "auto"))
+    ]
+
+    expected, _, resumed = run_jobs([whole, *jobs], tmp_path)
+    assert [each.loss for each in resumed.losses] == [each.loss for each in expected.losses][6:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from planner.errors import ModelFileError
+from planner.errors import InputError, ModelFileError
+from planner.executor.stage.optimizer import StageOptimizer
 from planner.model.spec import load_model_file
 from planner.options.training import TrainingOptions
 from tests.executor import eager
@@ -149,3 +151,19 @@ def test_a_scheduler_that_needs_the_loss_is_refused(tmp_path: Path) -> None:
     optimizer = spec.optimizer([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ModelFileError, match=r"scheduler\(\) at .* returned a ReduceLROnPlateau"):
         spec.scheduler(optimizer)
+
+
+ABSOLUTE = """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
+"""
+
+
+def test_rates_that_a_scheduler_sets_itself_cannot_be_scaled(tmp_path: Path) -> None:
+    """`late_lr` and `scale_lr` multiply the rates of optimizer()."""
+    path = write_model(tmp_path, "convolutional", "momentum", samples=SAMPLES, more=ABSOLUTE)
+    spec = load_model_file(str(path))
+    optimizer = partial(StageOptimizer, spec, spec.build_model())
+    optimizer()
+    with pytest.raises(InputError, match="OneCycleLR, which scheduler"):
+        optimizer(learning_rate_factor=0.25)
