@@ -141,7 +141,9 @@ def _ways(given: GivenPlan) -> Iterator[Way]:
     unchunked = request.with_options(replace(request.options, schedule=schedule))
     stages = equal_time(given.layer_costs, request.cluster.gpus)
     problem = unchunked.problem(request.unlimited_budget())
-    yield Way("equal time", problem, evaluate(problem, stages))
+    balanced = evaluate(problem, stages)
+    if problem.runs_versions(balanced):
+        yield Way("equal time", problem, balanced)
 
     yield from _same_cut(given)
     yield from _of_lengths(given)

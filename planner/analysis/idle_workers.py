@@ -47,7 +47,9 @@ def without_idle_workers(profile: Profile, plan: Plan, cluster: Cluster, least_b
     left = [number for number in range(len(plan.stages)) if number not in idle]
     kept = [replace(given.stages[number], ranks=plan.stages[number].ranks) for number in left]
     stages = with_cut(kept, [[tuple(own)] for own in layers])
-    return priced_plan(given.request, with_kinds(given.layer_costs, stages, given.request.setting))
+    placed = with_kinds(given.layer_costs, stages, given.request.setting)
+    without = priced_plan(given.request, placed)
+    return without if without.fits else plan
 
 
 def _idle_stages(plan: Plan, cluster: Cluster, least_busy: float) -> Iterator[int]:

@@ -38,7 +38,7 @@ def recut(profile: Profile, plan: Plan, cluster: Cluster, clock: Clock) -> Plan:
             if clock.passed:
                 return found
             priced = priced_plan(given.request, with_cut(given.stages, other))
-            if _seconds(priced) < _seconds(found):
+            if _seconds(priced) < _seconds(found) and priced.fits:
                 found = priced
                 next_cut = other
 

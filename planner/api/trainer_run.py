@@ -413,7 +413,7 @@ def _is_better(plan: Plan, given: Plan) -> bool:
 
 
 def _fits(plan: Plan) -> bool:
-    return not any(map(plan.lacking_bytes, range(len(plan.stages))))
+    return plan.fits
 
 
 def _seconds(plan: Plan) -> float:

@@ -159,7 +159,7 @@ def solve(args: argparse.Namespace) -> int:
 
 def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     """Return the line with which an answer ends: what to type next."""
-    from planner.plan.trainable import trains_sequences
+    from planner.plan.trainable import is_trained_here, trains_sequences
 
     named = ""
     if args.output != arguments.PLAN:
@@ -170,7 +170,7 @@ def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     train = ""
     if not trains_sequences(plan):
         train = f", or plan export --to torchtitan{named}"
-    elif plan.trainable and plan.cluster.offload is None:
+    elif is_trained_here(plan):
         train = f", or plan train MODEL.py{named}"
 
     return f"next: plan report --open{named}{profile}{train}"
@@ -232,7 +232,7 @@ def _kinds(gpu: str | Mapping[str, int] | None) -> Sequence[str]:
 
 def fit(args: argparse.Namespace) -> int:
     """Run the verb, and return its exit code."""
-    from planner.plan.trainable import trains_sequences
+    from planner.plan.trainable import is_trained_here, trains_sequences
     from planner.reporting.tables.links import links_warning
 
     for kind in _kinds(args.gpu):
@@ -260,22 +260,11 @@ def fit(args: argparse.Namespace) -> int:
     plan = answer.asked.plan
     if not trains_sequences(plan):
         steps += EXPORT
-    elif _is_trained_here(plan):
+    elif is_trained_here(plan):
         steps += TRAIN.format(train=f"plan train {model}", model=Path(model).name)
 
     output.print_progress("\n" + steps)
     return 0
-
-
-def _is_trained_here(plan: planner.Plan) -> bool:
-    """Return whether the executor has what a plan is priced with: it has no frozen weights of few
-    bits, no products in 8, no experts across servers, no sharded parts of divided layers, and no
-    optimizer in the memory of the host; and it needs the graph of the whole model.
-    """
-    in_few_bits = plan.base_bits is not None or plan.products is not None
-    offloaded = plan.cluster.offload is not None
-    across = plan.experts_across or plan.shards_divided_layers
-    return plan.trainable and not (in_few_bits or offloaded or across)
 
 
 def price(args: argparse.Namespace) -> int:

@@ -53,15 +53,18 @@ def price_with_copies(
 
     # A share of what a GPU keeps besides tensors grows with them.
     grown = with_overheads(layer_costs, stages, memory, price.workers)
-    for number, whole in enumerate(grown):
-        limit = setting.cluster.memory_of(stages[number].options.kind)
-        has_copies = memory[number] != price.memory[number]
-        if limit is not None and has_copies and whole.total_bytes > limit:
-            over_bytes = whole.total_bytes - limit
+    more = sent_bytes(layer_costs, stages, divides=schedule.divides)
+    with_copies = replace(price, memory=grown, communication_bytes=price.communication_bytes + more)
+
+    # A GPU has all chunks of a worker.
+    held_bytes = with_copies.gpu_bytes
+    for number, (stage, before, after) in enumerate(zip(stages, price.memory, memory, strict=True)):
+        limit = setting.cluster.memory_of(stage.options.kind)
+        if limit is not None and after != before and held_bytes[number] > limit:
+            over_bytes = held_bytes[number] - limit
             raise _too_large(shared_in(layer_costs, stages), number, over_bytes)
 
-    more = sent_bytes(layer_costs, stages, divides=schedule.divides)
-    return replace(price, memory=grown, communication_bytes=price.communication_bytes + more)
+    return with_copies
 
 
 def _too_large(weights: Sequence[SharedWeight], stage: int, over_bytes: int) -> InfeasibleError:

@@ -243,6 +243,11 @@ class Plan(DividedSequences, Shown, GrownRecord):
         ranks = self.stages[stage].ranks
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
+    @property
+    def fits(self) -> bool:
+        """Whether all stages fit the memory of their devices."""
+        return not any(map(self.lacking_bytes, range(len(self.stages))))
+
     def lacking_bytes(self, stage: int) -> int:
         """Return by how much `memory_bytes` exceeds what the stage's smallest device has; 0 if it
         fits.

@@ -414,13 +414,22 @@ class SolverReport(GrownRecord):
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
     rules: AskedRules | None = None  # where the user asked for some
 
-    def for_time(self, seconds: float, cost_model_s: float | None) -> "SolverReport":
+    def for_time(
+        self, seconds: float, cost_model_s: float | None, optimal_gap: float
+    ) -> "SolverReport":
         """Return the report for a plan that takes another time, which no bound is above.
 
         Args:
             seconds: per minibatch.
             cost_model_s: the same, by the cost model.
+            optimal_gap: above which no plan is optimal.
         """
         bound_s = min(self.lower_bound_s, seconds)
         gap = (seconds - bound_s) / seconds
-        return replace(self, lower_bound_s=bound_s, gap=gap, cost_model_s=cost_model_s)
+        return replace(
+            self,
+            status=self.status if gap <= optimal_gap else "feasible",
+            lower_bound_s=bound_s,
+            gap=gap,
+            cost_model_s=cost_model_s,
+        )

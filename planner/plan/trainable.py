@@ -116,6 +116,16 @@ def check_trainable(plan: Plan) -> None:
         )
 
 
+def is_trained_here(plan: Plan) -> bool:
+    """Return whether the executor runs a plan as it is priced; it needs the graph of the model."""
+    try:
+        check_base(plan)
+        check_trainable(plan)
+    except PlanError:
+        return False
+    return plan.trainable
+
+
 def trains_sequences(plan: Plan) -> bool:
     """Return whether the executor divides the sequences of a plan, or the plan divides none."""
     return _obstacle_of_sequences(plan) is None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import InfeasibleError, InputError, PlannerError, StoppedError
 from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan import Plan
@@ -35,8 +35,10 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.request import Request, searched_problem
 from planner.solver.tuning.record import Tuning
-from planner.units import as_fast, counted
+from planner.units import counted
 
+# In a note on the fastest plan, which is not the answer.
+STALER = " faster than this plan, but its gradients are up to "
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
 
@@ -153,6 +155,7 @@ class _DegreeTrials:
 
         # 1. Of the degrees that were searched.
         fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
+        chosen = self._least_late(fastest)
         bound_s = min(each.bound_s for each in self.answers)
         bounds_of = [each.bound_of for each in self.answers]
 
@@ -167,12 +170,26 @@ class _DegreeTrials:
             bounds_of.append(cuts.bound_of)
 
         return Answer(
-            fastest.best,
-            min(bound_s, fastest.best.seconds),
+            chosen.best,
+            min(bound_s, chosen.best.seconds),
             bound_of=_joined(bounds_of),
-            cuts=fastest.cuts,
+            cuts=chosen.cuts,
             untried_degrees=tuple(sorted(self.untried)),
-            staler=fastest.staler,
+            staler=chosen.staler if chosen is fastest else fastest.best,
+        )
+
+    def _least_late(self, fastest: Answer) -> Answer:
+        """Return the least late one of the answers that are nearly as fast as the fastest, as
+        within one degree.
+        """
+        if not self.problem.schedule.stashes:
+            return fastest
+        ratio = self.problem.tuning.evaluate.min_speedup_per_stale_update
+        nearly_s = self._comparable_s(fastest) * ratio
+        near = [each for each in self.answers if self._comparable_s(each) < nearly_s]
+        return min(
+            [fastest, *near],
+            key=lambda each: (max(each.best.price.in_flight), self._comparable_s(each)),
         )
 
     def _comparable_s(self, answer: Answer) -> float:
@@ -256,8 +273,10 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
 
     # 3. A search over them.
     best = between
+    inside = None
     if may_pay and in_time and cuts != ends and len(cuts) <= most:
-        inside = best_plan(problem if everywhere else cut_after(problem, cuts))
+        inside = _if_any(problem if everywhere else cut_after(problem, cuts))
+    if inside is not None:
         if everywhere:
             bound_s = inside.bound_s
             bound_of = inside.bound_of
@@ -275,6 +294,19 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> A
         bound_of = ""
 
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
+
+
+def _if_any(problem: Problem) -> Answer | None:
+    """Return the best plan of a problem, or None where none is found: there is an answer without
+    it.
+    """
+    try:
+        return best_plan(problem)
+    except (InputError, StoppedError):
+        raise
+    except PlannerError:
+        problem.budget.exhausted = False
+        return None
 
 
 def _all_cuts(problem: Problem) -> frozenset[int]:
@@ -319,10 +351,12 @@ def _noting_staler(plan: Plan, staler: Evaluation, tuning: Tuning) -> Plan:
 
     late = max(plan.schedule.staleness(depth) for depth in staler.price.in_flight)
     enough = tuning.evaluate.min_speedup_per_stale_update
+    config = short_config(staler.config)
+    if staler.config == plan.config:
+        config = f"another cut of {config}"
     return plan.noting(
-        f"{short_config(staler.config)} is {as_fast(gain)} as this plan, but its gradients are up "
-        f"to {counted(late, 'update')} stale in place of {plan.staleness}, for which it should be "
-        f"{as_fast(enough)}"
+        f"{config} is {gain - 1:.1%}{STALER}{counted(late, 'update')} stale in place of "
+        f"{plan.staleness}, for which it should be {enough - 1:.0%} faster"
     )
 
 

@@ -444,7 +444,8 @@ def _other_numbers(
         rows.append(_row_beside(request, profile, cluster, part))
         took_s = time.monotonic() - began_s
         answered = rows[-1].plan is not None
-        if cluster.gpus < request.gpus and not answered and not request.alone:
+        lacking = not answered and not rows[-1].unknown
+        if cluster.gpus < request.gpus and lacking and not request.alone:
             break  # nor do fewer do; but where GPUs of one kind do not, those of another may
         if not fits and answered:
             break

@@ -176,6 +176,7 @@ def options_of(plan: Plan) -> SolveOptions:
         depth=plan.solver.depth,
         tensor=sorted({1, *plan.degrees}),
         chunks=plan.chunks,
+        accept_divided_loss=plan.loss is not None and plan.loss.accepted,
     )
 
 

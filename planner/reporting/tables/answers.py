@@ -6,6 +6,7 @@ from planner.analysis.limits import simulated_limits
 from planner.formats.fit import Fit, FitRow
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
+from planner.plan.trainable import is_trained_here
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.cost import cost_cells, cost_lines
 from planner.reporting.tables.device import unmeasured_in_plan
@@ -170,7 +171,7 @@ def fit_report(answer: Fit) -> str:
             if row.plan is not None
         )
         least = "no other number of GPUs was tried"
-        if answer.others:
+        if answer.others and not answer.others[0].unknown:
             least = f"nor does it fit {answer.others[0].gpus}"
         known = "not known" if answer.asked.unknown else "no"
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
@@ -251,7 +252,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
 
 def _eager_words(plan: Plan) -> str | None:
     """Say that `train` may need more than what was priced, where it does not run those kernels."""
-    if plan.stack in (None, "eager") or plan.compiled or not plan.trainable:
+    if plan.stack in (None, "eager") or plan.compiled or not is_trained_here(plan):
         return None
     return (
         "may need more memory and time than that, since it runs these stages eagerly: "
@@ -316,7 +317,7 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 def _gpus_cells(answer: Fit, row: FitRow, unit: str) -> dict[str, str]:
     cells = {
         "GPUs": row.kinds or f"{row.gpus}",
-        "split": "no plan fits",
+        "split": "not known: the time ended" if row.unknown else "no plan fits",
         "memory": "",
         unit: "",
         "per GPU": "",

@@ -91,7 +91,7 @@ def unused_gpus(plan: Plan) -> str:
     unused = plan.cluster.gpus - plan.workers
     # Only a plan that is proven optimal knows what the unused GPUs would do.
     verdict = "is not used" if unused == 1 else "are not used"
-    if plan.solver.status == "optimal":
+    if plan.solver.status == "optimal" and not plan.estimated_faster:
         verdict = "would not make it faster"
     if not unused:
         return ""

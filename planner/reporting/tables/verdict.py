@@ -100,6 +100,10 @@ def _without_pipeline(plan: Plan) -> str:
     if plan.workers == 1:
         if plan.cluster.gpus == 1 or not knows_pipelines:
             return "One GPU"
+        if plan.estimated_faster:
+            return f"Use one GPU: {plan.estimated_faster}, within the error of estimates"
+        if plan.solver.status != "optimal":
+            return "Use one GPU: no faster plan was found for more"
         return "Use one GPU: more would not be faster"
 
     if plan.divides_sequences:
@@ -118,6 +122,8 @@ def _without_pipeline(plan: Plan) -> str:
         return f"Use {what}: {plan.estimated_faster}, within the error of estimates"
     if not knows_pipelines:
         return f"Use {what}"
+    if plan.solver.status != "optimal":
+        return f"Use {what}: no pipeline was found that gains enough"
     return f"Use {what}: a pipeline gains nothing here"
 
 

@@ -168,8 +168,15 @@ def _prefer_data_parallel_if_as_fast(plan: Plan, request: Request) -> Plan:
         parallel = find_plan(soon.with_options(replace(options, max_stages=1)))
         slower = seconds_per_microbatch(parallel) / seconds_per_microbatch(plan)
         if slower < enough:
-            # The single stage is what was found, not what the user asked for.
-            report = replace(parallel.solver, rules=plan.solver.rules)
+            # The user asked for all plans, which the bound must hold for.
+            bound_s = min(parallel.solver.lower_bound_s, plan.solver.lower_bound_s)
+            report = replace(
+                parallel.solver, rules=plan.solver.rules, lower_bound_s=bound_s
+            ).for_time(
+                parallel.predicted.seconds_per_minibatch,
+                parallel.solver.cost_model_s,
+                tuning.evaluate.timing_share,
+            )
             parallel = replace(parallel, solver=report)
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
 

@@ -19,6 +19,7 @@ from planner.solver.alternatives.usual_ways import Way, usual_ways
 from planner.solver.assemble import complete
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.find_plan import STALER
 from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
@@ -226,7 +227,8 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
     """Return a faster plan with what stands beside the one whose place it takes."""
     chosen = described_plan(str(best.schedule), best)
     schedules = tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules)
-    best = replace(best, notes=plan.notes, schedules=schedules)
+    notes = tuple(note for note in plan.notes if STALER not in note)  # this plan is faster
+    best = replace(best, notes=notes, schedules=schedules)
     if best.schedule.asynchronous:
         best = replace(
             best,
@@ -257,7 +259,9 @@ def _fastest_complete(
         known = _report_without_search(way)
         if slower is not None and slower.schedule is way.problem.schedule:
             known = slower.solver
-        report = known.for_time(way.plan.seconds, way.plan.price_s)
+        report = known.for_time(
+            way.plan.seconds, way.plan.price_s, request.tuning.evaluate.timing_share
+        )
         with suppress(InfeasibleError):
             return complete(way.problem, way.plan, report, accepts_loss=accepts)
 

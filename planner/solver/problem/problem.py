@@ -193,6 +193,13 @@ class Problem:
             and plan.fits(self.cluster)
         )
 
+    def runs_versions(self, plan: Evaluation) -> bool:
+        """Return whether each stage has the versions of its weights that its schedule needs."""
+        return all(
+            self.schedule.versions_suffice(self.microbatches, stage.replicas, depth)
+            for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True)
+        )
+
     def _allows_stage(self, options: StageOptions, in_flight: int) -> bool:
         """Return whether a stage may have its replicas, with so many microbatches in flight."""
         replicas = options.replicas

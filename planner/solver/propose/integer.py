@@ -53,7 +53,8 @@ def propose_program(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """
     answer = solve_by_program(problem)
     bound_s = answer.bound_s
-    if problem.sharding.gradients:  # no column divides gradients and weights
+    # No column divides gradients and weights, and all are priced for the slowest kind of link.
+    if problem.sharding.gradients or problem.cluster.has_own_links:
         bound_s = min(bound_s, relaxed_s(problem, Chain(problem.layer_costs)))
     pool.raise_bound(bound_s)
     yield [answer.stages]
