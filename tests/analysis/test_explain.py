@@ -12,7 +12,7 @@ from planner.analysis.explain import explain
 from planner.analysis.given_plan import GivenPlan
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
-from planner.formats.profile import load_profile
+from planner.formats.profile import LossMean, load_profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import explanation_report, sentences
 from planner.schedule.one_stage import GPIPE
@@ -169,3 +169,15 @@ def test_a_plan_of_the_published_depth_is_priced_at_it() -> None:
         evaluate(deeper.problem, given.stages).seconds
         < evaluate(given.problem, given.stages).seconds
     )
+
+
+def test_a_loss_that_the_user_accepted_is_accepted_here() -> None:
+    batched = MODEL.model_copy(update={"loss": LossMean(over="batch")})
+    plan = solve(
+        batched,
+        flat_cluster(2, 10.0),
+        schedule="1f1b-flush",
+        microbatches=4,
+        accept_divided_loss=True,
+    )
+    assert explain(batched, plan).config == plan.config

@@ -11,7 +11,7 @@ from planner.analysis.few_kinds import with_few_kinds
 from planner.analysis.idle_workers import without_idle_workers
 from planner.analysis.recut import recut
 from planner.api.corrected import _preferred, corrected
-from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.cluster import Cluster, DeviceKind, flat_cluster
 from planner.formats.drift import Corrected
 from planner.formats.files import replace
 from planner.formats.plan import Plan
@@ -136,3 +136,17 @@ def test_a_run_on_noisy_devices_is_answered() -> None:
     assert answer.better is not None
     assert answer.better.workers == 6
     assert answer.better.predicted.seconds_per_minibatch < answer.expected_s
+
+
+def test_other_cuts_fit_the_memory_of_all_devices() -> None:
+    """Of six and two layers, which would be faster, the first device could not hold six."""
+    layers = equal_layers(8, output_bytes=10, weight_bytes=100, saved_bytes=100)
+    cluster = flat_cluster(2, 1000.0, 1700)
+    before = planner.price(profile(*layers), cluster, (4, 4), schedule="1f1b-flush", microbatches=8)
+    slow = replace(cluster, kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=0.5)))
+    after = recut(profile(*layers), before, slow, NO_LIMIT)
+    assert after.fits
+    unlimited = flat_cluster(2, 1000.0)
+    free = replace(unlimited, kinds=slow.kinds)
+    found = recut(profile(*layers), replace(before, cluster=unlimited), free, NO_LIMIT)
+    assert [len(stage.layers) for stage in found.stages] == [6, 2]

@@ -33,6 +33,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
 from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
+from tests.samples import layer, profile
 from tests.solver.test_degrees import divided
 
 GPUS = 4
@@ -234,3 +235,28 @@ def test_regular_plans_make_room_for_copies_of_a_large_embedding() -> None:
     plan = solve(model, cluster, schedule="1f1b-flush", microbatches=32, granularity="block")
     assert plan.predicted.seconds_per_minibatch < 17.6  # what an older search found
     assert max(plan.memory_bytes(number) for number in range(len(plan.stages))) <= 2 * 10**9
+
+
+@pytest.mark.parametrize("memory_mb", range(9, 40, 3))
+def test_copies_fit_beside_all_chunks_of_a_gpu(memory_mb: int) -> None:
+    costs = {"forward_s": 100, "backward_s": 200, "output_bytes": 8}
+    blocks = [layer(f"l{k}", **costs, weight_bytes=10**6) for k in range(6)]
+    made = profile(
+        layer("embedding", **costs, weight_bytes=4 * 10**6), *blocks, layer("head", 100, 200)
+    )
+    names = [("embed.weight",), *((f"l{k}.weight",) for k in range(6)), ("embed.weight",)]
+    layers = tuple(
+        each.model_copy(update={"parameters": own, "optimizer_bytes": 2 * each.weight_bytes})
+        for each, own in zip(made.layers, names, strict=True)
+    )
+    model = made.model_copy(update={"layers": layers})
+
+    with suppress(PlannerError):  # some memories are too small
+        plan = solve(
+            model,
+            flat_cluster(2, 1e3, memory_mb * 10**6),
+            schedule="interleaved",
+            microbatches=4,
+            recompute="never",
+        )
+        assert plan.fits
