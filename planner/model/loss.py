@@ -105,6 +105,13 @@ def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
             )
 
 
+def looks_at_batches(mean: LossMean | None) -> bool:
+    """Return whether what a loss is a mean over is in its batches, or whether these may have what
+    is refused.
+    """
+    return mean is not None and (mean.over in ("labels", "loss_weight") or bool(mean.forbidden))
+
+
 def _place_of(batch: Batch, leaf: int) -> str:
     """Return where a tensor of the batch is, in words."""
     arguments = len(tree_leaves((batch.args, batch.kwargs)))

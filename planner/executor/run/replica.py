@@ -97,6 +97,7 @@ class StageReplica:
         # gather weights. One without samples then runs another microbatch, which counts for
         # nothing.
         self._together = self._ddp is not None or context.plan.stages[stage.number].shards_gradients
+        self._reads_batches = context.reads_batches(stage.module)
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part
@@ -133,7 +134,7 @@ class StageReplica:
 
         taken = self._counting(unit) if self._together else unit
         batch = None
-        if self.module.needs_batch:
+        if self._reads_batches:
             batch = self._data.batch(taken).to(self._context.place.compute)
 
         # Updates of a stage without trained parameters make no versions.
