@@ -164,7 +164,10 @@ def shares_by_samples(parts: Sequence[Batch]) -> list[float]:
 
 
 def _shares_by(weight: WeightFunction, parts: Sequence[Batch]) -> list[float]:
-    """Divide 1 in proportion to the parts' weights; all zeros where nothing counts."""
+    """Divide 1 in proportion to the parts' weights; where nothing counts, to their samples."""
     weights = [weight(part) for part in parts]
+    # A loss over nothing has a backward, too, after which one process takes a step.
+    if not any(weights):
+        weights = [part.size for part in parts]
     total = sum(weights)
-    return [each / total if total else 0.0 for each in weights]
+    return [each / total for each in weights]
