@@ -105,6 +105,13 @@ def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
             )
 
 
+def looks_at_batches(mean: LossMean | None) -> bool:
+    """Return whether what a loss is a mean over is in its batches, or whether these may have what
+    is refused.
+    """
+    return mean is not None and (mean.over in ("labels", "loss_weight") or bool(mean.forbidden))
+
+
 def _place_of(batch: Batch, leaf: int) -> str:
     """Return where a tensor of the batch is, in words."""
     arguments = len(tree_leaves((batch.args, batch.kwargs)))
@@ -157,7 +164,10 @@ def shares_by_samples(parts: Sequence[Batch]) -> list[float]:
 
 
 def _shares_by(weight: WeightFunction, parts: Sequence[Batch]) -> list[float]:
-    """Divide 1 in proportion to the parts' weights; all zeros where nothing counts."""
+    """Divide 1 in proportion to the parts' weights; where nothing counts, to their samples."""
     weights = [weight(part) for part in parts]
+    # A loss over nothing has a backward, too, after which one process takes a step.
+    if not any(weights):
+        weights = [part.size for part in parts]
     total = sum(weights)
-    return [each / total if total else 0.0 for each in weights]
+    return [each / total for each in weights]

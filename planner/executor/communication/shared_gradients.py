@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from planner.errors import WorkerError
 from planner.executor.communication.gradients import check_dense
 from planner.model.capture.graph import ValueSpec
 from planner.model.options import copy_hooks, gradient_dtype, parameter_like
@@ -20,12 +21,19 @@ class SharedGradients:
     Args:
         module: the stage's.
         pairs: by pair of stages, the names of the parameters that both hold.
+        off_loss: names of parameters that get no gradient in any stage, and so no update, which
+            gradients of zeros would give them.
     """
 
     def __init__(
-        self, stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]
+        self,
+        stage: int,
+        module: nn.Module,
+        pairs: Mapping[tuple[int, int], Collection[str]],
+        off_loss: Collection[str] = (),
     ) -> None:
         self._stage = stage
+        self._off_loss = frozenset(off_loss)
         parameters = dict(module.named_parameters(remove_duplicate=False))
 
         shared: set[str] = set()
@@ -77,14 +85,14 @@ class SharedGradients:
 
     def add(self, round_: int) -> None:
         """Set every `.grad` to the sum over the stages, which all add in one order, so that copies
-        stay equal.
+        stay equal; those off the loss stay None.
         """
         held = self._rounds.pop(round_)
         for name, parameter in self.parameters.items():
             total, *others = (held[stage].pop(name) for stage in self._stages[name])
             for other in others:
                 total += other
-            parameter.grad = total
+            parameter.grad = None if name in self._off_loss else total
 
     def _own(self, round_: int) -> dict[str, Tensor]:
         held = self._rounds.setdefault(round_, {})
@@ -96,12 +104,22 @@ class SharedGradients:
                 if gradient is None:
                     own[name] = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
                     continue
+                if name in self._off_loss:
+                    raise gradient_off_loss(f"weight '{name}'")
                 check_dense(gradient)
                 # A view of a bucket that is kept for later rounds would keep the whole bucket.
                 is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
                 own[name] = gradient.detach().clone() if is_view else gradient.detach()
 
         return held[self._stage]
+
+
+def gradient_off_loss(what: str) -> WorkerError:
+    """Return the error where something has a gradient that the captured graph does not tell of."""
+    return WorkerError(
+        f"{what} has a gradient, and in the captured graph the loss does not depend on it",
+        hint="keep all layers that use it in one stage",
+    )
 
 
 def separate_copies(modules: Sequence[nn.Module]) -> None:

@@ -233,7 +233,7 @@ def _with_optimizers(
     options = job.options
     stages = {}
     for number, module in built.training.items():
-        shared = SharedGradients(number, module, built.shared)
+        shared = SharedGradients(number, module, built.shared, module.off_loss)
         if everyone is None:
             sharding = sharding_of(plan.stages[number], module, shared, rank, place.wire)
         else:

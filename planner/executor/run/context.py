@@ -24,6 +24,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
+from planner.model.loss import looks_at_batches
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
@@ -110,6 +111,12 @@ class PipelineContext:
     def sizes(self) -> set[int]:
         """Sizes of all microbatches that have samples."""
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
+
+    def reads_batches(self, module: StageModule) -> bool:
+        """Return whether a stage reads batches: for its layers, or for what its loss is a
+        mean over, which earlier stages may have sent to its layers.
+        """
+        return module.needs_batch or (module.has_loss and looks_at_batches(self.loss))
 
     def lengths_of(self, unit: Unit) -> dict[str, int]:
         """Return the lengths of a microbatch by their names in lengths(); none where these do not

@@ -229,10 +229,12 @@ class Evaluator:
         return self._sums(unit, batch, results[LOSS], values)
 
     def _reads(self, stage: int) -> bool:
-        """Return whether a stage of this worker reads batches: for its layers, or for metrics."""
+        """Return whether a stage of this worker reads batches: for its layers, its loss or
+        metrics.
+        """
         layers = self._stages.modules.get(stage)
         measures = stage == self._stages.last and self._context.spec.defines("metrics")
-        return measures or (layers is not None and layers.needs_batch)
+        return measures or (layers is not None and self._context.reads_batches(layers))
 
     def _read(self, minibatch: int, unit: Unit) -> Batch:
         """Return a batch of the evaluation after `minibatch`; the first ones are compared with what

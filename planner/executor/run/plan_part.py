@@ -265,6 +265,6 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
         if (
             each.stage == min(context.stages)
             if context.lengths
-            else context.stages[each.stage].module.needs_batch
+            else context.reads_batches(context.stages[each.stage].module)
         ):
             yield each.unit

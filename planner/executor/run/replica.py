@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.later import Reading
 from planner.executor.communication.messages import SCALE
+from planner.executor.communication.shared_gradients import gradient_off_loss
 from planner.executor.observe.replica_buffers import ReplicaBuffers
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.some_minibatches import SomeMinibatches
@@ -70,6 +71,12 @@ class StageReplica:
             for (of, own), specs in ends
             if own == self.index
         }
+        # what it gets and the loss does not go back to
+        self._off_loss = frozenset(
+            spec.name
+            for spec in self.module.received
+            if spec.requires_grad and spec.name in self.module.off_loss
+        )
         self._replica_buffers = None
         self._buffer_readings: list[Reading] = []
         if replicas is not None and not accepts_divided_loss(context.job):
@@ -97,6 +104,7 @@ class StageReplica:
         # gather weights. One without samples then runs another microbatch, which counts for
         # nothing.
         self._together = self._ddp is not None or context.plan.stages[stage.number].shards_gradients
+        self._reads_batches = context.reads_batches(stage.module)
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part
@@ -111,8 +119,10 @@ class StageReplica:
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
         """Take the values that another stage has sent for a unit."""
-        for name in self._with_gradient[source]:
-            values[name].requires_grad_()
+        for name in values:
+            # Those off the loss, too, as the stages' code was compiled for.
+            if name in self._with_gradient[source] or name in self._off_loss:
+                values[name].requires_grad_()
         self._units[unit].received.update(values)
 
     def forward(self, unit: Unit, version: int | None = None) -> None:
@@ -133,7 +143,7 @@ class StageReplica:
 
         taken = self._counting(unit) if self._together else unit
         batch = None
-        if self.module.needs_batch:
+        if self._reads_batches:
             batch = self._data.batch(taken).to(self._context.place.compute)
 
         # Updates of a stage without trained parameters make no versions.
@@ -236,6 +246,7 @@ class StageReplica:
             elif roots:
                 torch.autograd.backward(roots, gradients)
 
+        self._check_off_loss(record)
         record.ends.clear()
         record.gradients.clear()
         record.loss = None
@@ -331,8 +342,15 @@ class StageReplica:
         others = (Unit(unit.minibatch, number) for number in range(self._data.microbatches))
         return next((each for each in chain([unit], others) if self._share(each)), unit)
 
+    def _check_off_loss(self, record: _InFlight) -> None:
+        """Raise WorkerError for a gradient that would not be sent."""
+        for name in self._off_loss:
+            if name in record.received and record.received[name].grad is not None:
+                raise gradient_off_loss(f"value '{name}'")
+
     def _forget_if_done(self, unit: Unit, record: _InFlight) -> None:
-        if not any(value.requires_grad for value in record.received.values()):
+        waiting = (value for name, value in record.received.items() if name not in self._off_loss)
+        if not any(value.requires_grad for value in waiting):
             del self._units[unit]
 
 

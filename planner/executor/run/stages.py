@@ -586,6 +586,10 @@ def transferred(
                 hint="make the plan again with: plan solve",
             )
         if ends:
-            found[t.source, t.target] = [specs[name] for name in values]
+            off_loss = ends[0].off_loss
+            found[t.source, t.target] = [
+                replace(specs[name], requires_grad=False) if name in off_loss else specs[name]
+                for name in values
+            ]
 
     return found

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from planner.errors import CaptureError
 from planner.formats.files import replace
 from planner.formats.profile import Cause, Edge
-from planner.model.capture.operations import Names
+from planner.model.capture.operations import Names, writes
 from planner.model.capture.regions import regions_of
 from planner.model.capture.size import Extent, Size, SizeReader, evaluate, is_symbolic
 from planner.model.lengths import Length
@@ -302,6 +302,35 @@ class LayerGraph:
             if node in path:
                 path.update(node.all_input_nodes)
         return frozenset(path)
+
+    @cached_property
+    def gradient_path(self) -> frozenset[fx.Node]:
+        """Operations and weights that get a gradient from the loss, as far as the graph tells."""
+        path: set[fx.Node] = set()
+        for node in reversed(self.module.graph.nodes):  # users come after what they use
+            spec = self.specs.get(node)
+            if spec is not None and not spec.requires_grad:
+                continue
+            # What an operation writes into may be read by a node that does not name it.
+            is_end = node is self.loss or writes(node, self.module)
+            if is_end or not path.isdisjoint(node.users):
+                path.add(node)
+        return frozenset(path)
+
+    @cached_property
+    def off_loss(self) -> frozenset[str]:
+        """Names of values and weights with a graph that the loss does not go back to; none of
+        blocks, whose operations are not known.
+        """
+        if self.blocks is not None:
+            return frozenset()
+        path = self.gradient_path
+        crossing = (node for node in self.crossing if self.specs[node].requires_grad)
+        values = (node.name for node in crossing if node not in path)
+        read = {node: self.names.parameter(node) for node in self.module.graph.nodes}
+        reached = {name for node, name in read.items() if node in path}
+        weights = (name for name in read.values() if name is not None and name not in reached)
+        return frozenset([*values, *weights])
 
     def names_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
         """Return `parameters` with all other names of the tied ones among them."""

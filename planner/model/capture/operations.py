@@ -215,11 +215,23 @@ def is_random(node: fx.Node, module: nn.Module) -> bool:
         tags = node.target.tags
         return torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node, node.target)
 
-    # What the operation calls with its values, as `cond` does.
+    nested = _called(node, module)
+    return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
+
+
+def writes(node: fx.Node, module: nn.Module) -> bool:
+    """Return whether an operation writes into memory that was there before."""
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    nested = _called(node, module)
+    return any(writes(inner, graph) for graph in nested for inner in graph.graph.nodes)
+
+
+def _called(node: fx.Node, module: nn.Module) -> list[fx.GraphModule]:
+    """Return what an operation calls with its values, as `cond` does."""
     attributes = [each for each in node.all_input_nodes if each.op == "get_attr"]
     read = [getattr(module, str(each.target), None) for each in attributes]
-    nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
-    return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
+    return [graph for graph in read if isinstance(graph, fx.GraphModule)]
 
 
 def _draws_nothing(node: fx.Node, operation: OpOverload) -> bool:

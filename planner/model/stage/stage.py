@@ -64,6 +64,8 @@ class StageModule(nn.Module):
         # they are made.
         self.received = tuple(specs[node] for node in boundary.received)
         self.sent = tuple(specs[node] for node in boundary.sent)
+        # values and weights without a gradient, as one process leaves them
+        self.off_loss = graph.off_loss
         # values that no stage sends
         self.made_by_all = frozenset(node.name for node in graph.fixed)
         self.has_loss = boundary.loss is not None  # whether `forward` returns the loss

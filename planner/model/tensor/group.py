@@ -351,7 +351,10 @@ def attention_with_noise(
 def _attention_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return softmax(query key^T scale + mask), of shape (..., queries, keys)."""
+    """Return softmax(query key^T scale + mask), of shape (..., queries, keys).
+
+    Queries that may attend to no key get zeros, as PyTorch's attention gives them.
+    """
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     root = math.sqrt(scale)
@@ -359,8 +362,11 @@ def _attention_weights(
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype == torch.bool:
-        return scores.masked_fill(mask.logical_not(), -math.inf).softmax(-1)
-    return (scores + mask).softmax(-1)
+        masked = scores.masked_fill(mask.logical_not(), -math.inf)
+    else:
+        masked = scores + mask
+    weights: Tensor = torch.ops.aten._safe_softmax(masked, -1)
+    return weights
 
 
 class _Alone(torch.autograd.Function):

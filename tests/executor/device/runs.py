@@ -165,6 +165,7 @@ class _Stage(nn.Module):
     """One weight, and those that it shares; what it computes depends on all that it receives."""
 
     needs_batch, received = False, ()
+    off_loss = frozenset[str]()
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,7 @@ def one_device(spec: TrainingSpec, minibatch_size: int) -> tuple[nn.Module, list
     assert dataset is not None
     assert spec.loss is not None
     for epoch in range(EPOCHS):
-        order = torch.randperm(
-            SAMPLES, generator=torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
-        ).tolist()
+        order = order_of(epoch)
         for start in range(0, SAMPLES, minibatch_size):
             items = [dataset[index] for index in order[start : start + minibatch_size]]
             tokens, labels = (
@@ -113,6 +112,13 @@ def one_device(spec: TrainingSpec, minibatch_size: int) -> tuple[nn.Module, list
             optimizer.step()
             losses.append(float(loss.detach()))
     return model, losses
+
+
+def order_of(epoch: int) -> list[int]:
+    """Return the samples of an epoch in the order of the product's data."""
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
+    found: list[int] = torch.randperm(SAMPLES, generator=generator).tolist()
+    return found
 
 
 def mean_loss(spec: TrainingSpec, model: nn.Module) -> float:
@@ -156,6 +162,38 @@ def test_every_schedule_and_replica_trains_as_one_device(path: Path, tmp_path: P
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6)
         assert result.evaluations[-1].loss == pytest.approx(mean_loss(spec, model), rel=1e-5)
         assert [each.loss for each in result.losses] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_minibatch_in_which_nothing_counts_is_a_step_as_on_one_device(tmp_path: Path) -> None:
+    """Its loss is no number, its gradients are zeros, and weights decay."""
+    second = order_of(0)[8:16]
+    padding = "labels[index % 7:] = -100"
+    text = MODEL.replace(padding, f"labels[0 if index in {second} else index % 7:] = -100")
+    text = text.replace("SGD(parameters, lr=0.5, momentum=0.9)", "AdamW(parameters, lr=0.1)")
+    path = tmp_path / "nothing.py"
+    path.write_text(text, encoding="utf-8")
+
+    plans = [plan_of(path, replicas, "1f1b-flush", 4, 2) for replicas in ((1, 1), (2,))]
+    jobs = [
+        Job(
+            model=str(path),
+            plan=plan,
+            epochs=EPOCHS,
+            seed=SEED,
+            save_weights=str(tmp_path / f"{number}.pt"),
+        )
+        for number, plan in enumerate(plans)
+    ]
+    results = run_jobs(jobs, tmp_path)
+
+    model, losses = one_device(load_model_file(path), 8)
+    for job, result in zip(jobs, results, strict=True):
+        weights = torch.load(str(job.save_weights), weights_only=True)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        found = [math.nan if each.loss is None else each.loss for each in result.losses]
+        assert found == pytest.approx(losses, rel=1e-5, nan_ok=True)
+        assert math.isnan(found[1])
 
 
 def test_data_parallelism_trains_as_one_device(path: Path) -> None:
@@ -211,6 +249,8 @@ def test_the_own_loops_batches_count_by_their_labels(path: Path) -> None:
     fed.feed(Batch((torch.zeros(3, 4),), {}, labels))
     assert even_sizes(3, 2) == [2, 1]
     assert [fed.share(Unit(0, number)) for number in range(2)] == [1.0, 0.0]
+    fed.feed(Batch((torch.zeros(3, 4),), {}, torch.full_like(labels, -100)))
+    assert [fed.share(Unit(1, number)) for number in range(2)] == [2 / 3, 1 / 3]
     plain = FedBatches(2, 4)
     plain.feed(Batch((torch.zeros(3, 4),), {}, labels))
     assert [plain.share(Unit(0, number)) for number in range(2)] == [2 / 3, 1 / 3]
