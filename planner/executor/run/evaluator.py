@@ -26,6 +26,7 @@ from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.comparison import FIRST
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
+from planner.executor.run.newest_copies import NewestCopies
 from planner.executor.run.sample_checks import ItemChecks
 from planner.executor.run.sample_reader import EVALUATION
 from planner.formats.files import replace
@@ -106,6 +107,7 @@ class Evaluator:
         self._context = context
         self._stages = context.evaluation
         self._replicas = replicas
+        self._newest = NewestCopies(context)
         plan = context.job.plan
         # Whether the ranks of a group see different samples, or tokens, and so have other buffers.
         self._ranks_differ = plan.by_samples or plan.divides_sequences
@@ -172,10 +174,11 @@ class Evaluator:
         stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
         self._links.follow(stream)
         # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
-            totals, ran = self._follow(stream, minibatch)
+        with self._newest.lent():
+            with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
+                totals, ran = self._follow(stream, minibatch)
+            self._even_out(ran)
 
-        self._even_out(ran)
         self._links.drain()
         self._links.follow(Ahead())  # training needs the memory of the buffers that are left
         return totals
