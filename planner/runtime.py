@@ -187,7 +187,7 @@ class Runtime:
         """Give back to the device what the allocator holds and no tensor uses."""
 
     def seed(self, device: torch.device, seed: int) -> None:
-        """Seed the default generator of `device`."""
+        """Seed the default generators of the CPU and of `device`."""
         torch.default_generator.manual_seed(seed)
 
     def random_state(self, device: torch.device) -> Tensor:
@@ -302,6 +302,7 @@ class Accelerator(Runtime):
         self._module.empty_cache()
 
     def seed(self, device: torch.device, seed: int) -> None:
+        super().seed(device, seed)  # the user's modules may draw on the host
         with self.current(device):  # manual_seed seeds the current device only
             self._module.manual_seed(seed)
 

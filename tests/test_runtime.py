@@ -137,7 +137,10 @@ def test_each_question_goes_to_the_module(xpus: Module) -> None:
     assert runtime.current_index() == 1
     runtime.synchronize(device)
     runtime.reset_peak(device)
-    runtime.seed(device, 7)
+    with torch.random.fork_rng(devices=[]):
+        runtime.seed(device, 7)
+        # a module may draw on the host
+        assert torch.initial_seed() == 7
     runtime.empty_cache()
     asked = [
         ("synchronize", device),

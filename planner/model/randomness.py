@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import nn
 
+from planner.model.buffers import buffers_kept
 from planner.runtime import runtime_of
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class RandomKey:
 
 
 def reseed(key: RandomKey, device: torch.device, layer: int) -> None:
-    """Seed the default generator of `device` for a layer."""
+    """Seed the default generators of the CPU and of `device` for a layer."""
     seed = key.seed_of(layer)
     if seed is not None:
         runtime_of(device).seed(device, seed)
@@ -86,17 +87,5 @@ def keep_state(module: nn.Module) -> Iterator[torch.device]:
     Buffers that a forward replaces by other tensors are restored, too.
     """
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), CPU)
-    before = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    try:
-        with generators_kept(device):
-            yield device
-    finally:
-        with torch.no_grad():
-            for owner, name, buffer, values in before:
-                # a forward may have put another tensor in its place, of another shape
-                setattr(owner, name, buffer)
-                buffer.copy_(values)
+    with buffers_kept(module), generators_kept(device):
+        yield device

@@ -50,6 +50,11 @@ class SharedGradients:
         self._rounds: dict[int, dict[int, dict[str, Tensor]]] = {}  # by round and stage
 
     @property
+    def holders(self) -> Mapping[str, Sequence[int]]:
+        """The stages that hold each parameter, in order."""
+        return self._stages
+
+    @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Parameters whose gradient an earlier stage counts in the global gradient norm."""
         return [

@@ -1,21 +1,22 @@
-"""Notice buffers that forward() changes in a stage that several workers replicate.
+"""Notice buffers that forward() changes in a stage that several workers compute, each for its own
+samples.
 
-Each replica sees a part of the samples alone, so a count of steps, a codebook or a moving average
-is another on each, and none is that of one process. Nothing that replicas exchange would tell. The
+Each worker sees a part of the samples alone, so a count of steps, a codebook or a moving average
+is another on each, and none is that of one process. Nothing that workers exchange would tell. The
 statistics of BatchNorm are left out: in training nothing reads them, and `plan train` says in a
 line what they are.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.errors import ModelFileError
 from planner.executor.communication.later import Reading
+from planner.model.stage.stage import StageModule
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = (
     "give the stage to one worker, as plans of `plan price` with `stages` and no `replicas` do; "
-    "or let each replica "
+    "or let each worker "
     "have buffers of its own with `accept_divided_loss`"
 )
 
@@ -23,13 +24,13 @@ _HINT = (
 class ReplicaBuffers:
     """Watches the buffers of a stage's module."""
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module: StageModule, stage: int) -> None:
         self._module = module
         self._stage = stage
         self._initial = {
             name: buffer.detach().clone()
             for name, buffer in module.named_buffers()
-            if name.rpartition(".")[2] not in _STATISTICS
+            if name not in module.statistics
         }
 
     def readings(self, minibatch: int) -> list[Reading]:
@@ -53,8 +54,8 @@ class ReplicaBuffers:
             if float(differs):
                 raise ModelFileError(
                     f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each "
-                    f"replica of stage "
-                    f"{self._stage} would have another, made of the samples that it sees",
+                    f"worker of stage {self._stage} would have another, made of the samples that "
+                    f"it sees",
                     hint=_HINT,
                 )
 

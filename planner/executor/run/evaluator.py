@@ -12,6 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.comparison import FIRST
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
+from planner.executor.run.newest_copies import NewestCopies
 from planner.executor.run.sample_checks import ItemChecks
 from planner.executor.run.sample_reader import EVALUATION
 from planner.formats.files import replace
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
+from planner.model.buffers import buffers_kept
 from planner.model.capture.graph import LOSS
 from planner.model.generators import seeded
 from planner.model.loss import check_labels, weight_function
@@ -104,12 +107,16 @@ class Evaluator:
         self._context = context
         self._stages = context.evaluation
         self._replicas = replicas
+        self._newest = NewestCopies(context)
+        plan = context.job.plan
+        # Whether the ranks of a group see different samples, or tokens, and so have other buffers.
+        self._ranks_differ = plan.by_samples or plan.divides_sequences
         for number, module in self._stages.modules.items():
             module.to(context.place.compute)
-            if context.is_first_replica(number):
+            if self._has_saved_buffers(number):
                 # Moving a module may replace its buffers, which cuts the tie to those of training.
                 share_buffers(module, context.stages[number].module)
-            else:
+            elif not self._runs_blocks:
                 separate_buffers(module)
 
         fixed = self._stages.batch_size
@@ -155,19 +162,47 @@ class Evaluator:
         last stage.
         """
         self._turn += 1
+        with self._training_kept():
+            totals = self._run(minibatch)
+        return self._merge(minibatch, totals)
+
+    def _run(self, minibatch: int) -> Counter[str]:
+        """Follow the evaluation's stream; return the sums of this worker's batches."""
         self._prepare()
 
         compute = self._context.place.compute
         stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
         self._links.follow(stream)
         # Random numbers that the evaluation draws must not change those of training.
-        with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
-            totals, ran = self._follow(stream, minibatch)
+        with self._newest.lent():
+            with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
+                totals, ran = self._follow(stream, minibatch)
+            self._even_out(ran)
 
-        self._even_out(ran)
         self._links.drain()
         self._links.follow(Ahead())  # training needs the memory of the buffers that are left
-        return self._merge(minibatch, totals)
+        return totals
+
+    @property
+    def _runs_blocks(self) -> bool:
+        """Whether stages in training and in evaluation run the user's own modules, whose buffers
+        they share.
+        """
+        return self._context.spec.defines("blocks")
+
+    def _has_saved_buffers(self, number: int) -> bool:
+        """Return whether this worker's buffers of a stage are those that are saved."""
+        first = self._context.is_first_replica(number)
+        return first and (self._context.leads_tensor_group or not self._ranks_differ)
+
+    @contextmanager
+    def _training_kept(self) -> Iterator[None]:
+        """Restore the buffers of stages in training that evaluate with those of another worker."""
+        with ExitStack() as kept:
+            for number in self._stages.modules:
+                if self._runs_blocks and not self._has_saved_buffers(number):
+                    kept.enter_context(buffers_kept(self._context.stages[number].module))
+            yield
 
     def _prepare(self) -> None:
         """Check that all workers see the same data and buffers, before anybody runs a batch."""
@@ -179,9 +214,21 @@ class Evaluator:
 
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
-            if number in self._replicas:
-                for _, buffer in sorted(module.named_buffers()):
-                    dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
+            buffers = [buffer for _, buffer in sorted(module.named_buffers())]
+            for source, group in self._ways_from_first(number):
+                for buffer in buffers:
+                    dist.broadcast(buffer, source, group)
+
+    def _ways_from_first(self, number: int) -> Iterator[tuple[int, dist.ProcessGroup]]:
+        """Yield the rank and the group of each broadcast on the way of what the first worker of a
+        stage has to this one.
+        """
+        if number in self._replicas:
+            yield self._shape.ranks[number][0], self._replicas[number]
+        context = self._context
+        if self._ranks_differ and context.tensor is not None:
+            leader = context.job.plan.stages[number].group_of(context.rank)[0]
+            yield leader, context.tensor.mesh.get_group()
 
     def _follow(self, stream: Ahead, minibatch: int) -> tuple[Counter[str], int]:
         """Execute the instructions; return the sums of this worker's batches, and how many it ran

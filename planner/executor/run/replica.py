@@ -4,6 +4,7 @@ flight.
 
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -25,6 +26,7 @@ from planner.executor.run.some_minibatches import SomeMinibatches
 from planner.executor.run.stages import accepts_divided_loss
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
+from planner.model.buffers import buffers_kept
 from planner.model.capture.graph import LOSS
 from planner.model.stage.stage import StageModule
 from planner.model.torch_private import divide_all, multiply_all
@@ -79,7 +81,8 @@ class StageReplica:
         )
         self._replica_buffers = None
         self._buffer_readings: list[Reading] = []
-        if replicas is not None and not accepts_divided_loss(context.job):
+        apart = replicas is not None or context.plan.by_samples
+        if apart and not accepts_divided_loss(context.job):
             self._replica_buffers = ReplicaBuffers(stage.module, stage.number)
         self._compared = SomeMinibatches(context.minibatches - 1)
         self._averager = None
@@ -152,7 +155,10 @@ class StageReplica:
             self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch
         )
         run = self._ddp or self.module
-        with self.versions.stashed(unit):
+        counts = self._data.size(unit) > 0
+        # Another microbatch stands in for one without samples: buffers are to see it once.
+        kept = nullcontext() if counts else buffers_kept(self.module)
+        with self.versions.stashed(unit), kept:
             record.outputs = run(batch, record.received)
 
         if self._replica_buffers is not None and unit.minibatch in self._compared:

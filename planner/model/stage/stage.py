@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from planner.errors import CaptureError, ModelFileError
 from planner.formats.files import replace
 from planner.model.batch import Batch
+from planner.model.buffers import statistics_of
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec
 from planner.model.capture.size import MOST_EXTENTS, Extent, evaluate_number, extent_told
@@ -88,6 +89,8 @@ class StageModule(nn.Module):
         self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}
         self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
         self.options = graph.options
+        # names of buffers, of the whole model: the stage itself has bare modules
+        self.statistics = statistics_of(graph.model)
         self._recurrent = recurrent_modules(graph, boundary.layers)
         self._key = RandomKey()
         self._observer: LayerObserver | None = None

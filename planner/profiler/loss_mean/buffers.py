@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from planner.errors import ModelFileError
 from planner.formats.files import replace
 from planner.model.batch import Batch
+from planner.model.buffers import statistics_of
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
@@ -91,11 +91,10 @@ def _tried(trial: ModelOnTrial, model: nn.Module, batch: Batch) -> str | None:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        if isinstance(module, _NormBase):
-            continue
-        for name, buffer in module.named_buffers(recurse=False):
-            yield f"{path}.{name}".removeprefix("."), buffer
+    statistics = statistics_of(model)
+    for name, buffer in model.named_buffers():
+        if name not in statistics:
+            yield name, buffer
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

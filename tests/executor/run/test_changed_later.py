@@ -281,7 +281,7 @@ def test_a_buffer_that_counts_what_one_replica_sees_is_refused(
     path = written(tmp_path, text)
     plan = make_plan(structural_profile(path, SIZE), (2,), schedule, 1)
     with pytest.raises(
-        PlannerError, match=r"'updates' in minibatch \d, and each replica of stage 0"
+        PlannerError, match=r"'updates' in minibatch \d, and each worker of stage 0"
     ) as error:
         train(path, plan, steps=4)
     assert "no `replicas`" in error.value.hint

@@ -165,3 +165,15 @@ def test_metrics_must_be_numbers(tmp_path: Path) -> None:
         ModelFileError, match=r"metrics\(\) at .* returned a Tensor, not numbers by name"
     ):
         spec.metrics(torch.zeros(2), None)
+
+
+def test_stages_that_share_a_weight_evaluate_with_its_newest_copy(tmp_path: Path) -> None:
+    """Under 1f1b the last stage applies the gradients of other stages some minibatches later."""
+    path = write_model(tmp_path, "tied", "momentum", samples=SAMPLES, more=EVALUATION)
+    plan = make_plan(structural_profile(path, 4), (1, 1), "1f1b")
+    run, weights = eager.run_one(path, plan, TrainingOptions(evaluate_every=2), steps=6)
+    plain, same_weights = eager.run_one(path, plan, TrainingOptions(), steps=6)
+    assert_same(run.evaluations[-1], expected(load_model_file(path), weights, 6))
+    assert run.losses == plain.losses
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, same_weights[name]), name
