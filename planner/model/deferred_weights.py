@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
-from planner.model.options import copy_hooks, gradient_hooks
+from planner.model.options import copy_hooks, gradient_hooks, parameter_like
 from planner.model.torch_private import (
     TorchDispatchMode,
     disable_current_modes,
@@ -81,9 +81,13 @@ class DeferredModel:
                     "reads may not be there where weights are put off",
                     hint=_HINT,
                 )
-            self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = (
-                parameter
-            )
+            if any(map(self._tape.puts_off, _tensors(vars(parameter)))):
+                raise ModelFileError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a tensor as an attribute "
+                    f"that is not there where weights are put off",
+                    hint=_HINT,
+                )
+            self._values[parameter_like(parameter, parameter.detach().to("meta"))] = parameter
 
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
@@ -111,7 +115,7 @@ def allocate(model: nn.Module, names: Collection[str]) -> None:
     them.
     """
     empty = {
-        parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+        parameter: parameter_like(parameter, torch.empty_like(parameter.detach(), device="cpu"))
         for parameter in _without_values(model, names)
     }
     for parameter, made in empty.items():
@@ -143,10 +147,7 @@ def without_storage(model: nn.Module) -> Iterator[None]:
     memory.
     """
     bare = [parameter for parameter in model.parameters() if parameter.is_meta]
-    hollow = {
-        parameter: nn.Parameter(_unwritten(parameter), parameter.requires_grad)
-        for parameter in bare
-    }
+    hollow = {parameter: parameter_like(parameter, _unwritten(parameter)) for parameter in bare}
     _replace(model, hollow)
     try:
         yield

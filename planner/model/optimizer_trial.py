@@ -119,6 +119,15 @@ class OptimizerTrial:
             for values in steps
         ]
 
+    def run_copies(self) -> Steps:
+        """Step copies of all parameters, which take their place when optimizer() has returned;
+        return the values after each step.
+        """
+        with seeded(0, self._device):
+            own = {name: self._parameter(name) for name in self.first}
+            optimizer = self._make(own)
+            return list(self._steps(optimizer, _copies(optimizer, own)))
+
     def schedule(self, parts: Sequence[Collection[str]] = ()) -> list[Schedule]:
         """Step the parts one after the other, or all parameters together, each with the user's
         scheduler.
@@ -257,7 +266,7 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
         def cut(value: Tensor, bounds: slice = bounds) -> Tensor:
             return value.flatten()[bounds]
 
-        piece = parameter
+        piece = nn.Parameter(parameter.detach().clone())
         if id(parameter) not in undivided:
             piece = nn.Parameter(cut(parameter.detach()).clone())
         new[id(parameter)] = piece
@@ -271,13 +280,25 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
     return found
 
 
+def _copies(optimizer: Optimizer, own: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+    """Let the optimizer step copies of the parameters, as of weights that have masters."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in own.values():
+        new[parameter] = nn.Parameter(parameter.detach().clone())
+        _move_state(optimizer, parameter, new[parameter], lambda value: value)
+    for group in optimizer.param_groups:
+        group["params"] = [new[each] for each in group["params"]]
+
+    return {name: (new[parameter], lambda gradient: gradient) for name, parameter in own.items()}
+
+
 def _move_state(
     optimizer: Optimizer,
     parameter: nn.Parameter,
     piece: nn.Parameter,
     cut: Callable[[Tensor], Tensor],
 ) -> None:
-    if piece is parameter or not (state := optimizer.state.pop(parameter, None)):
+    if not (state := optimizer.state.pop(parameter, None)):
         return
     alike = {
         key: isinstance(value, Tensor) and value.shape == parameter.shape

@@ -110,9 +110,10 @@ class ModuleOptions:
 
 def parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
     """Return a parameter with other `data`, which is trained and whose gradients are summed as
-    those of another.
+    those of another, with the user's attributes, by which optimizer() may group.
     """
     made = nn.Parameter(data, parameter.requires_grad)
+    vars(made).update(vars(parameter))
     if gradient_dtype(parameter) != parameter.dtype:
         made.grad_dtype = gradient_dtype(parameter)
     return made

@@ -44,7 +44,7 @@ class ReferenceOptimizer:
 
     Args:
         whole: all trained parameters of the model.
-        part: those of this stage, by name.
+        part: those of this stage, by name; a stand-in for the whole of a weight that ranks divide.
         learning_rate_factor: by which the stage multiplies all rates.
         divided: whether replicas or ranks divide the stage's parameters.
 

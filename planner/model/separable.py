@@ -113,6 +113,48 @@ def separability(
     return replace(_verdict(trial, f"combines elements of parameters: {differing}"), combines=True)
 
 
+def masters_problem(
+    spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device
+) -> str | None:
+    """Step the user's optimizer on stand-ins, and on copies that take their place when optimizer()
+    has returned, as masters do.
+
+    Args:
+        whole, device: as for `separability`.
+
+    Returns:
+        As the end of a sentence, which update differs; None if none does, or if the optimizer
+        repeats no update.
+
+    Raises:
+        ModelFileError: when the optimizer communicates, or fails.
+    """
+    trial = OptimizerTrial(spec, whole, device)
+    try:
+        together = trial.run()
+    except PlannerError as error:
+        if trial.communicates or not trial.is_smaller:
+            raise
+        if trial.claimed:
+            return None
+        return (
+            f"fails on smaller parameters of the same names, on which it was tried: {error.message}"
+        )
+
+    if _difference(together, trial.run(), trial.first) is not None:
+        return None
+    what = "a copy is stepped in its place"
+    try:
+        differing = _difference(together, trial.run_copies(), trial.first, what)
+    except PlannerError as error:
+        if trial.communicates:
+            raise
+        differing = f"with copies in their place {error.message}"
+    if differing is None:
+        return None
+    return f"remembers the parameters that optimizer() is given: {differing}"
+
+
 def schedule_problem(
     spec: TrainingSpec,
     whole: Sequence[TrainedParameter],
@@ -172,9 +214,14 @@ def _verdict(trial: OptimizerTrial, problem: str | None) -> Separability:
     return Separability(trial.kind, problem, trial.claimed)
 
 
-def _difference(together: Steps, apart: Steps, first: Values) -> str | None:
-    """Return in words which update differs most, and by how much of it; None if all are equal but
-    for rounding.
+def _difference(
+    together: Steps,
+    apart: Steps,
+    first: Values,
+    what: str = "its part is stepped by itself",
+) -> str | None:
+    """Return in words which update differs most, and by how much of it, where `what` is done; None
+    if all are equal but for rounding.
     """
     if not apart:
         return None
@@ -191,10 +238,7 @@ def _difference(together: Steps, apart: Steps, first: Values) -> str | None:
     worst = max(differences, key=lambda name: differences[name])
     if differences[worst] <= _ROUNDING:
         return None
-    return (
-        f"the update of '{worst}' differs by {differences[worst]:.1%} where its part is "
-        f"stepped by itself"
-    )
+    return f"the update of '{worst}' differs by {differences[worst]:.1%} where {what}"
 
 
 def _differences(

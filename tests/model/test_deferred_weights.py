@@ -8,6 +8,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,12 @@ from planner.model import deferred_weights
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
-from planner.model.deferred_weights import DeferredModel, is_deferred, without_storage
+from planner.model.deferred_weights import (
+    DeferredModel,
+    allocate,
+    is_deferred,
+    without_storage,
+)
 from planner.model.stage.stage import build_stage
 from planner.profiler.this_machine import status_bytes
 from tests.model.architectures import ARCHITECTURES
@@ -294,3 +300,42 @@ def test_initial_values_by_functions_of_pytorch(every: int) -> None:
     part = _materialized(Initialised, names)
     for name in names:
         assert torch.equal(part.get_parameter(name), whole.get_parameter(name)), name
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        for each in (self.first, self.second):
+            bias: Any = each.bias
+            bias._no_weight_decay = True
+
+
+def test_parameters_keep_the_attributes_by_which_an_optimizer_groups() -> None:
+    def marked(model: nn.Module) -> set[str]:
+        return {
+            name for name, each in model.named_parameters() if getattr(each, "_no_weight_decay", 0)
+        }
+
+    deferred = DeferredModel(Marked)
+    expected = {"first.bias", "second.bias"}
+    assert marked(deferred.model) == expected
+    with without_storage(deferred.model):
+        assert marked(deferred.model) == expected
+    deferred.materialize({"first.bias"})
+    assert marked(deferred.model) == expected
+    allocate(deferred.model, {"second.bias"})
+    assert not deferred.model.get_parameter("second.bias").is_meta
+    assert marked(deferred.model) == expected
+
+
+def test_attributes_whose_values_are_put_off_are_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(256, 256)
+            weight: Any = self.large.weight
+            weight.mask = torch.rand(256, 256)
+
+    with pytest.raises(ModelFileError, match=r"of shape \(256, 256\) has a tensor as an attribute"):
+        DeferredModel(Masked)

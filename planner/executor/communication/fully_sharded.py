@@ -23,13 +23,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from planner.errors import PlanError, first_line
+from planner.executor.communication.reached_weights import ReachedWeights
 from planner.executor.communication.sharding import Shard, Sharding
 from planner.model.options import gradient_dtype
 from planner.model.stage.stage import StageModule
 from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
 from planner.model.tensor.row_exchange import exchange_over
-from planner.model.tensor.sharded_unit import POSSIBLE, divide
+from planner.model.tensor.sharded_unit import POSSIBLE, UNALIKE_POSSIBLE, divide
 from planner.workers.groups import ShardGroups
 
 _HINT = "solve with `shard_optimizer=never`"
@@ -75,8 +76,18 @@ class FullSharding(Sharding):
                 f"PyTorch {torch.__version__}"
             )
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
+        if not alike and not UNALIKE_POSSIBLE:
+            problem = (
+                f"the model file names blocks(), of which replicas may use other weights, and "
+                f"fully_shard of PyTorch {torch.__version__} sums gradients of the same ones alone"
+            )
+            raise PlanError(
+                problem, hint=f"install a newer PyTorch, leave out blocks(), or {_HINT}"
+            )
 
         self._stage = stage
+        self._alike = alike
+        self._reached: ReachedWeights | None = None
         self._shards_weights = shards_weights
         self._groups = groups
         self._exchange = exchange_over(group)
@@ -119,6 +130,8 @@ class FullSharding(Sharding):
     def _divide_stage(self) -> None:
         units = self._stage.units
         assert units is not None
+        if not self._alike:
+            self._reached = ReachedWeights((*units.parts, units.whole))
         half = self._stage.options.half
         # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together
         # with them.
@@ -169,6 +182,7 @@ class FullSharding(Sharding):
             self._mesh,
             self._exchange,
             shards_weights=self._shards_weights,
+            alike=self._alike,
             mp_policy=policy,
             ignored_params=others,
         )
@@ -198,10 +212,25 @@ class FullSharding(Sharding):
 
     def take_gradients(self) -> None:
         """See base class."""
+        if self._reached is not None:
+            self._forget_unreached(self._reached)
         for parameter, shard in self.shards.items():
             if parameter.grad is not None:
                 part: Tensor = parameter.grad.to_local()  # type: ignore[attr-defined]
                 shard.stepped.grad = part.view(-1)
+                parameter.grad = None
+
+    def _forget_unreached(self, watch: ReachedWeights) -> None:
+        """Leave no gradient where no replica had one: zeros were exchanged for it."""
+        groups = [self._groups.dividing]
+        if self._groups.repeating is not None:
+            groups.append(self._groups.repeating)
+        self.note("waiting for what its replicas have reached", True)
+        reached = watch.take(groups, self._wire)
+        self.note("updating its weights", False)
+
+        for parameter in self._stage.parameters():
+            if parameter not in reached:
                 parameter.grad = None
 
     def update(self, step: Callable[[], object]) -> None:

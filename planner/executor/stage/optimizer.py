@@ -29,6 +29,7 @@ from planner.model.optimizer_part import (
 from planner.model.reference_optimizer import ReferenceOptimizer
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
+from planner.model.tensor.whole_stand_ins import step_parts, with_whole_stand_ins
 from planner.model.torch_private import multiply_all
 
 FIRST_SCALE = 2.0**16
@@ -113,10 +114,13 @@ class StageOptimizer:
             named = dict(module.named_parameters(remove_duplicate=False))
             # First, because user code may keep the optimizer that it has returned last.
             divided = sharding is not None or bool(self._division.cuts)
+            hollow = with_whole_stand_ins(self._division, named, torch.device("meta"))
             reference = ReferenceOptimizer(
-                spec, everything, named, learning_rate_factor, divided=divided
+                spec, everything, hollow, learning_rate_factor, divided=divided
             )
-            self.optimizer = optimizer_of_part(spec, everything, named)
+            given = with_whole_stand_ins(self._division, named)
+            self.optimizer = optimizer_of_part(spec, everything, given)
+            step_parts(self.optimizer, self._division, named, given)
             reference.check_groups(self.optimizer, named)
             self.groups_digest = reference.digest
 

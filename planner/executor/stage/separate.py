@@ -1,5 +1,5 @@
 """Refuse a plan whose stages, replicas or ranks would each step parts of what the user's optimizer
-combines.
+combines, or masters of weights that it remembers.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,12 @@ import torch
 from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.model.optimizer_part import TrainedParameter, check_scheduler
-from planner.model.separable import Separability, schedule_problem, separability
+from planner.model.separable import (
+    Separability,
+    masters_problem,
+    schedule_problem,
+    separability,
+)
 from planner.model.spec import TrainingSpec
 
 
@@ -35,6 +40,7 @@ def check_separate(
     if not whole:
         return
     check_scheduler(spec, whole)
+    _check_masters(spec, plan, whole, device)
     if plan.workers == 1:
         return
 
@@ -51,6 +57,23 @@ def check_separate(
         raise PlanError(
             f"{divided}, but scheduler() {problem}",
             hint=f"let scheduler() follow the number of steps alone; or {hint}",
+        )
+
+
+def _check_masters(
+    spec: TrainingSpec, plan: Plan, whole: Sequence[TrainedParameter], device: torch.device
+) -> None:
+    """Raise PlanError where the optimizer does not step masters as it steps the weights; what is
+    sharded as well is tried in parts.
+    """
+    if plan.master_weights is None or all(stage.shards_optimizer for stage in plan.stages):
+        return
+    problem = masters_problem(spec, whole, device)
+    if problem is not None:
+        raise PlanError(
+            f"the optimizer steps masters of weights in {plan.master_weights}, but it {problem}",
+            hint="let its hooks and its step() take the parameters from `param_groups` of the "
+            "optimizer, or profile without `master_weights`",
         )
 
 

@@ -29,16 +29,32 @@ class _ReduceScatter:
 
 
 POSSIBLE = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")  # with this PyTorch
+# whether replicas may use other weights in a backward
+UNALIKE_POSSIBLE = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def divide(
-    unit: nn.Module, mesh: DeviceMesh, exchange: Exchange, *, shards_weights: bool, **options: Any
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    exchange: Exchange,
+    *,
+    shards_weights: bool,
+    alike: bool = True,
+    **options: Any,
 ) -> FSDPModule:
-    """Divide the unit's gradients, and its weights, too, or not; `options` are of `fully_shard`."""
+    """Divide the unit's gradients, and its weights, too, or not.
+
+    Args:
+        alike: whether every backward reaches the same weights on all replicas.
+        options: of `fully_shard`.
+    """
     fully_shard(unit, mesh=mesh, reshard_after_forward=shards_weights, **options)
     assert isinstance(unit, FSDPModule)
     # Gradients add up, as microbatches' do: their losses are weighted. Gloo knows no means.
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_custom_reduce_scatter(_ReduceScatter(exchange))  # type: ignore[arg-type]
+    if not alike:
+        # It packs the gradients that there are, and replicas would add up those of unlike weights.
+        unit.set_reduce_scatter_unused_params(True)
     return unit

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -337,6 +338,61 @@ def test_what_is_divided_decides(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match="combines elements of parameters"):
             check(_clipping_elementwise, divided, whole)
         check(torch.optim.AdamW, divided, whole)
+
+
+def clipped_by_value(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """As people write it: over the parameters that optimizer() is given."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(parameters, 1e-3))
+    return optimizer
+
+
+def clamped(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def clamp(*_: object) -> None:
+        for parameter in parameters:
+            parameter.data.clamp_(-0.05, 0.05)
+
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+def clipped_in_groups(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_value_(group["params"], 1e-3)
+
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def test_what_remembers_parameters_does_not_step_masters(tmp_path: Path) -> None:
+    """With one worker, too, which has masters in the place of weights in half precision."""
+    whole = [[name for part in PARTS for name in part]]
+    for replicas in ((1,), (2,)):
+        plan = plan_of(tmp_path, replicas)
+        masters = plan.model_copy(update={"master_weights": "bfloat16"})
+        for remembering in (clipped_by_value, clamped):
+            check(remembering, plan, whole)
+            with pytest.raises(
+                PlanError, match=r"masters of weights in bfloat16, but it remembers the par"
+            ) as error:
+                check(remembering, masters, whole)
+            assert "`param_groups`" in error.value.hint
+        for optimizer in (clipped_in_groups, torch.optim.Adagrad, *people.COMBINING.values()):
+            check(optimizer, masters, whole)
+
+
+def test_what_remembers_a_parameter_that_one_replica_has_whole_is_refused(tmp_path: Path) -> None:
+    def clamped_whole(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: Any = clamped(parameters)
+        optimizer.whole_parameters = lambda: optimizer.param_groups[0]["params"]
+        return optimizer  # type: ignore[no-any-return]
+
+    whole = [[name for part in PARTS for name in part]]
+    with pytest.raises(PlanError, match="combines elements of parameters"):
+        check(clamped_whole, sharded(plan_of(tmp_path, (2,))), whole)
 
 
 def _clipping_elementwise(parameters: object) -> torch.optim.Optimizer:
