@@ -286,12 +286,13 @@ class Checkpointer(Keeper):
         # names in the folder are synced before the rename, so that after a crash no complete name
         # stands for missing content. The parent is synced last: only then does the new name itself
         # outlive a crash, and older checkpoints may be removed.
-        folders.save_index(folder, index_of(self._job, self._data, minibatch, parts))
+        index = replace(
+            index_of(self._job, self._data, minibatch, parts),
+            sequence=folders.next_sequence(self.folder),
+        )
+        folders.save_index(folder, index)
         folders.sync_folder(folder)
-        final = folder.with_name(f"{folders.STEP}{minibatch:08}")
-        folder.rename(final)
-        folders.sync_folder(self.folder)
-        return final
+        return folders.publish(folder, index)
 
 
 def index_of(

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 import planner
 from planner.errors import InputError, PlannerError
@@ -47,6 +48,7 @@ from planner.executor.checkpoint.stage_parts import (
 from planner.executor.checkpoint.tensor_file import write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
+from planner.formats.files import replace
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
@@ -565,6 +567,98 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     assert names(tmp_path / "folder") == [LOCK, FILE, "step-00000015"]
     past = RunLog(tmp_path / "folder", "").begin(15, again=True)
     assert [(loss.minibatch, loss.loss) for loss in past.losses] == losses
+
+
+@pytest.fixture
+def one_stage(tmp_path: Path) -> tuple[Job, Split]:
+    """A job without checkpoints, and the whole model as its stage."""
+    path = write_model(tmp_path, "convolutional", "momentum")
+    spec = load_model_file(path)
+    plan = make_plan(structural_profile(path, 4), (1,))
+    split = Split(spec, [capture_file(spec, spec.example_batch(4))], [])
+    return Job(model=str(path), plan=plan, steps=500), split
+
+
+def in_folder(one_stage: tuple[Job, Split], size: int, **options: Unpack[Chosen]) -> Checkpointer:
+    """Begin or continue a run in minibatches of `size`, as `plan train --resume` does."""
+    job, split = one_stage
+    chosen = CheckpointOptions(checkpoint_every=1, resume="auto", **options)
+    checkpointer = Checkpointer(
+        replace(job, checkpoints=chosen), split.stages, DataPosition(size, None), Heartbeat()
+    )
+    checkpointer.begin(checkpointer.restore())
+    return checkpointer
+
+
+class Chosen(TypedDict):
+    """Where checkpoints are written, and how many are kept."""
+
+    checkpoint_folder: str
+    keep: int
+
+
+def test_larger_minibatches_do_not_make_new_checkpoints_the_oldest(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """200 minibatches of 4 samples are 100 of 8, and what follows is newer all the same."""
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=2)
+    small = in_folder(one_stage, 4, **options)
+    for minibatch in (160, 180, 200):
+        small.save(minibatch)
+
+    large = in_folder(one_stage, 8, **options)
+    assert large.found == 100
+    large.save(120)
+    assert large.newest == folder / "step-00000120"
+    assert [path.name for path in complete(folder)] == ["step-00000200", "step-00000120"]
+    assert find(folder) == resolve("auto", folder, writes=True) == large.newest
+    with pytest.raises(InputError, match=r"newer checkpoint than .*step-00000200': step-00000120"):
+        resolve(str(folder / "step-00000200"), folder, writes=True)
+
+    large.save(200)  # whose name another has
+    assert large.newest == folder / "step-00000200-5"
+    again = in_folder(one_stage, 8, **options)
+    assert (again.resumed_from, again.found) == (large.newest, 200)
+    again.save(220)
+    assert [path.name for path in complete(folder)] == ["step-00000200-5", "step-00000220"]
+
+
+def test_checkpoints_of_before_sequence_numbers_come_first(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=3)
+    small = in_folder(one_stage, 4, **options)
+    for minibatch in (10, 20, 30):
+        small.save(minibatch)
+        index = load_checkpoint(folder / f"step-{minibatch:08}").index
+        save_index(folder / f"step-{minibatch:08}", replace(index, sequence=0))
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)] == [10, 20, 30]
+
+    in_folder(one_stage, 8, **options).save(16)
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)] == [20, 30, 16]
+
+
+def test_a_damaged_checkpoint_is_neither_passed_over_nor_counted(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """Where the newest cannot be read, nobody goes on from an older one in silence."""
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=2)
+    run = in_folder(one_stage, 4, **options)
+    run.save(10)
+    run.save(20)
+    (folder / "step-00000020" / INDEX).write_text("{", encoding="utf-8")
+    assert find(folder) == folder / "step-00000020"
+    with pytest.raises(InputError, match="is not JSON"):
+        in_folder(one_stage, 4, **options)
+
+    run.save(15)
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)[:2]] == [10, 15]
+    run.save(30)
+    run.save(40)
+    assert [path.name for path in complete(folder)] == ["step-00000030", "step-00000040"]
 
 
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
