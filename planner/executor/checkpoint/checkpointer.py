@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
-from planner.executor.checkpoint.folder_lock import lock_folder
+from planner.executor.checkpoint.folder_lock import lock_folder, unlock_folder
 from planner.executor.checkpoint.stage_parts import (
     Restorable,
     content_of,
@@ -145,10 +145,13 @@ class Checkpointer(Keeper):
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
+        # what this run has resumed from or written, without links, also what has been removed since
+        self._known = set[Path]()
         if self.resumed_from is None:
             self.saved = None
         else:
             self.saved = folders.load_checkpoint(self.resumed_from)
+            self._known.add(self.resumed_from.resolve())
 
     def save(
         self,
@@ -188,6 +191,34 @@ class Checkpointer(Keeper):
 
         self.seconds += time.perf_counter() - began_s
 
+    def write_to(self, folder: Path, minibatch: int, *, keep: int) -> None:
+        """Write to `folder` from now on, after `minibatch` minibatches, and keep so many
+        checkpoints in it; all workers call it together.
+
+        Raise InputError where it has checkpoints of another run.
+        """
+        before = self._job.checkpoints
+        after = replace(before, checkpoint_folder=str(folder), checkpoint_every=1, keep=keep)
+        if before.checkpoint_every is None or folder.resolve() != self.folder.resolve():
+            self._move_to(folder)
+            self.begin(minibatch)
+        self._job = replace(self._job, checkpoints=after)
+
+    def _move_to(self, folder: Path) -> None:
+        """Leave the folder that was written to, if any, for another; all workers call it."""
+        self._heartbeat.enter("looking for checkpoints", meeting=True)
+        probe = self._probe(folder, self._token)
+        if self._rank == 0:
+            folders.check_continues(folder, self._known)
+            self._take_folder(folder, probe)
+            if self._log is not None:
+                unlock_folder(self.folder)
+            self._log = RunLog(folder, self._job.run)
+
+        self.folder = folder
+        broadcast_bytes(b"", self._group)  # so that nobody looks before worker 0 has the folder
+        self._check_shared(folder, probe)
+
     def check_last(self) -> None:
         """Raise PlannerError, at the end of the run, when its last checkpoint was not written."""
         if self._problem is not None:
@@ -210,41 +241,41 @@ class Checkpointer(Keeper):
             found = folders.resolve(options.resume, self.folder, writes=writes)
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
-                self._take_folder(self._probe(token))
+                self._take_folder(self.folder, self._probe(self.folder, token))
 
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
-            self._check_shared(self._probe(token))
+            self._check_shared(self.folder, self._probe(self.folder, token))
         return token, None if resume is None else Path(resume)
 
-    def _probe(self, token: str) -> Path:
+    def _probe(self, folder: Path, token: str) -> Path:
         """Return the folder by which all workers see whether they share a file system."""
-        return self.folder / folders.partial_name(folders.PROBE, token)
+        return folder / folders.partial_name(folders.PROBE, token)
 
-    def _take_folder(self, probe: Path) -> None:
-        """Lock the folder of checkpoints for this run, and write the probe to it.
+    def _take_folder(self, folder: Path, probe: Path) -> None:
+        """Lock a folder of checkpoints for this run, and write the probe to it.
 
         Raise PlannerError where that cannot be done.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock_folder(self.folder, self._job.run)
-            folders.remove_leftovers(self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(folder, self._job.run)
+            folders.remove_leftovers(folder)
             probe.mkdir()
         except OSError as cause:
             raise PlannerError(
-                f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
+                f"checkpoints cannot be written to '{folder}': {cause.strerror}",
                 hint="choose another `checkpoint_folder`",
             ) from None
 
-    def _check_shared(self, probe: Path) -> None:
+    def _check_shared(self, folder: Path, probe: Path) -> None:
         """Raise InputError on a worker that does not see what worker 0 has written."""
         deadline = time.monotonic() + NFS_REMEMBERS_S
         while not probe.exists():
             if time.monotonic() >= deadline:
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 "
-                    f"writes to '{self.folder.absolute()}'",
+                    f"writes to '{folder.absolute()}'",
                     hint="choose a `checkpoint_folder` on a file system that all hosts share",
                 )
             time.sleep(0.2)
@@ -266,6 +297,7 @@ class Checkpointer(Keeper):
                 self.newest = self._publish(
                     minibatch, folder, [part for reply in replies for part in reply.parts]
                 )
+                self._known.add(self.newest.resolve())
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:

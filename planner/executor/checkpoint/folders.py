@@ -247,12 +247,7 @@ def find(path: Path) -> Path:
 
 def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """Return the checkpoint that a run resumes from; None when it begins anew."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(
-            f"'{folder}' is a file, not a folder for checkpoints",
-            hint="choose another `checkpoint_folder`",
-        )
-
+    _check_is_folder(folder)
     if resume == AUTO:
         return next(reversed(complete(folder)), None)
     found = None if resume is None else find(Path(resume))
@@ -261,10 +256,19 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     return found
 
 
+def _check_is_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            f"'{folder}' is a file, not a folder for checkpoints",
+            hint="choose another `checkpoint_folder`",
+        )
+
+
 def check_continues(folder: Path, known: Collection[Path]) -> None:
     """Raise InputError where the newest checkpoint in `folder` is none of the `known` ones, which a
     run has written or resumed from: it would write among those of another run.
     """
+    _check_is_folder(folder)
     inside = complete(folder)
     own = {path.resolve() for path in known}
     if not inside or inside[-1].resolve() in own:

@@ -4,12 +4,14 @@ there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
@@ -638,6 +640,66 @@ def test_checkpoints_of_before_sequence_numbers_come_first(
 
     in_folder(one_stage, 8, **options).save(16)
     assert [load_checkpoint(path).index.minibatch for path in complete(folder)] == [20, 30, 16]
+
+
+def test_a_loop_of_ones_own_writes_where_it_wrote_before_and_nowhere_else(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """Folders in turn, each locked while it is written to; `keep` may change each time."""
+    job, split = one_stage
+    last, best = tmp_path / "last", tmp_path / "best"
+    run = Checkpointer(job, split.stages, DataPosition(4, None), Heartbeat())
+    for minibatch in (1, 2, 3):
+        run.write_to(last, minibatch, keep=minibatch)
+        run.save(minibatch)
+        run.write_to(best, minibatch, keep=1)
+        run.save(minibatch)
+        assert [path.name[-1:] for path in complete(last)] == ["1", "2", "3"][:minibatch]
+        assert [path.name[-1:] for path in complete(best)] == [str(minibatch)]
+
+    with (last / LOCK).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another run does meanwhile
+        with pytest.raises(InputError, match="another run, process"):
+            run.write_to(last, 4, keep=1)
+    with (best / LOCK).open("r+") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    stranger = Checkpointer(job, split.stages, DataPosition(4, None), Heartbeat())
+    with pytest.raises(InputError, match="has checkpoints of an earlier run"):
+        stranger.write_to(last, 0, keep=1)
+
+
+def test_a_second_checkpoint_after_as_many_minibatches_replaces_the_first(
+    alone: None,
+    one_stage: tuple[Job, Split],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At any moment one of the two is there, whichever call a crash prevents."""
+    split = one_stage[1]
+    run = in_folder(one_stage, 4, checkpoint_folder=str(tmp_path / "folder"), keep=1)
+    run.save(5)
+    rename = Path.rename
+    for crash_at in range(4):
+        split.train()
+        left = iter(range(crash_at))
+
+        def crash(path: Path, name: Path, left: Iterator[int] = left) -> Path:
+            if next(left, None) is None:
+                raise _CrashError
+            return rename(path, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", crash)
+            with suppress(_CrashError):
+                run.save(5)
+        assert find(tmp_path / "folder")
+        run.save(5)
+        assert names(tmp_path / "folder") == [LOCK, FILE, "step-00000005"]
+        expected = split.content()
+        split.scramble()
+        split.restore(tmp_path / "folder" / "step-00000005")
+        assert_equal(split.content(), expected)
 
 
 def test_a_damaged_checkpoint_is_neither_passed_over_nor_counted(
