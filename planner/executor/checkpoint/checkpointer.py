@@ -45,10 +45,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How minibatches count the samples of the data."""
+    """What the data are, and how minibatches count their samples: see `Checkpoint`."""
 
     minibatch_size: int
     minibatches_per_epoch: int | None  # None without a dataset
+    samples: int | None = None
+    order: int | None = None
+    fed: bool = False
 
 
 class WorkerPart(Record):
@@ -344,6 +347,9 @@ def index_of(
         minibatch=minibatch,
         minibatch_size=data.minibatch_size,
         minibatches_per_epoch=data.minibatches_per_epoch,
+        samples=data.samples,
+        order=data.order,
+        fed=data.fed,
         layers=tuple(stage.layers for stage in plan.stages),
         parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
     )
@@ -356,20 +362,66 @@ def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
     If their size has, the run continues in the same epoch at the next whole minibatch: no sample is
     seen twice.
     """
+    _check_samples(saved, data)
+    _check_order(saved, data)
     index = saved.index
     if index.minibatch_size == data.minibatch_size:
-        if index.minibatches_per_epoch != data.minibatches_per_epoch:
-            now = data.minibatches_per_epoch or "no"
-            then = index.minibatches_per_epoch or "none"
-            problem = (
-                f"dataset() has {now} minibatches, but had {then} in the run of the "
-                f"checkpoint '{saved.path}'"
-            )
-            raise InputError(problem, hint="resume with the data that the run began with")
         return index.minibatch
-
     if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:
         return -(-index.minibatch * index.minibatch_size // data.minibatch_size)
     epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)
     within = -(-rest * index.minibatch_size // data.minibatch_size)
     return epochs * data.minibatches_per_epoch + min(within, data.minibatches_per_epoch)
+
+
+def _check_samples(saved: folders.SavedCheckpoint, data: DataPosition) -> None:
+    """Raise InputError when the data have other samples than those of a checkpoint."""
+    index = saved.index
+    then, now = index.minibatches_per_epoch, data.minibatches_per_epoch
+    place = f"the run of the checkpoint '{saved.path}'"
+    hint = "resume with the data that the run began with"
+    if None not in (index.samples, data.samples) and index.samples != data.samples:
+        problem = f"dataset() has {data.samples} samples, but had {index.samples} in {place}"
+        raise InputError(problem, hint=hint)
+
+    same_size = index.minibatch_size == data.minibatch_size
+    if (then is None) == (now is None) and (then == now or not same_size):
+        return
+    if index.fed:
+        problem = f"dataset() has {now} minibatches, but a script handed in those of {place}"
+        raise InputError(problem, hint="resume in that script, with `Pipeline.load_checkpoint`")
+    if data.fed:
+        problem = f"a script hands in the minibatches, but dataset() had {then} in {place}"
+        raise InputError(problem, hint="resume with `plan train`, or with `planner.train`")
+
+    problem = f"dataset() has {now or 'no'} minibatches, but had {then or 'none'} in {place}"
+    raise InputError(problem, hint=hint)
+
+
+def _check_order(saved: folders.SavedCheckpoint, data: DataPosition) -> None:
+    """Raise InputError when samples would come in another order than in the run of a checkpoint.
+
+    Where it depends on the minibatches' size, these may change between two epochs.
+    """
+    index = saved.index
+    # no samples: without a dataset, or of a version that did not note the order
+    if index.samples is None or index.minibatches_per_epoch is None or index.order == data.order:
+        return
+    place = f"the run of the checkpoint '{saved.path}'"
+    if index.minibatch_size == data.minibatch_size:
+        problem = f"the samples of dataset() come in another order than in {place}"
+        raise InputError(
+            problem,
+            hint="resume with the sampler() and the microbatches that the run began with",
+        )
+
+    if index.minibatch % index.minibatches_per_epoch:
+        problem = (
+            f"with minibatches of {data.minibatch_size} samples sampler() gives another order than "
+            f"with those of {index.minibatch_size} in {place}, which is in the middle of an epoch"
+        )
+        raise InputError(
+            problem,
+            hint=f"resume with a plan for minibatches of {index.minibatch_size} samples, until the "
+            "epoch ends",
+        )

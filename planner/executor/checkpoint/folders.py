@@ -96,6 +96,9 @@ class Checkpoint(Record):
     sequence: Annotated[int, Field(ge=0)] = 0  # grows in a folder; 0 in older files: the first
     minibatch_size: Annotated[int, Field(ge=1)]
     minibatches_per_epoch: Annotated[int, Field(ge=1)] | None  # None without a dataset
+    samples: int | None = None  # of dataset(); None without one, and in older files
+    order: int | None = None  # digest of the first epoch's, where sampler() gives it
+    fed: bool = False  # whether a script handed the minibatches in
     layers: tuple[tuple[str, ...], ...] = ()  # of each stage; not in files of version 0.1
     parts: tuple[StagePart, ...]
 

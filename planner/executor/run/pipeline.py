@@ -387,7 +387,8 @@ class Pipeline:
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
         """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.
 
-        It can be loaded under any other plan for the same model, also by `plan train`.
+        It can be loaded under any other plan for the same model, also by `plan train` where the
+        model file has no dataset().
 
         Args:
             folder: for the checkpoints of this run, which all hosts see. A run may write to several
@@ -400,9 +401,7 @@ class Pipeline:
         with self._called(Call.SAVE_CHECKPOINT):
             self._drain()
             if self._checkpoints is None:
-                self._checkpoints = make_checkpointer(
-                    self._context, CheckpointOptions(), per_epoch=None
-                )
+                self._checkpoints = make_checkpointer(self._context, CheckpointOptions())
             self._checkpoints.write_to(Path(folder), self._data.count, keep=keep)
             self._checkpoints.save(self._data.count)
 
@@ -425,9 +424,7 @@ class Pipeline:
             )
 
         with self._called(Call.LOAD_CHECKPOINT):
-            found = make_checkpointer(
-                self._context, CheckpointOptions(resume=str(path)), per_epoch=None
-            )
+            found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)))
             first = found.restore()
             self._checkpoints = found
             self._data.count = first

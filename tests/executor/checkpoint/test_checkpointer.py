@@ -797,7 +797,71 @@ def test_the_place_in_the_data_in_minibatches_of_another_size(
     )
 
 
-def test_other_data_is_refused() -> None:
+# What the index has of the data, what they are now, and what is said; None where it continues.
+OTHER_DATA: dict[str, tuple[dict[str, Any], DataPosition, str | None]] = {
+    "fewer minibatches": (
+        {},
+        DataPosition(4, 8),
+        r"dataset\(\) has 8 minibatches, but had 9 in the run of the checkpoint 'any'",
+    ),
+    "as many minibatches": (
+        {"samples": 33},
+        DataPosition(4, 9, samples=36),
+        r"dataset\(\) has 36 samples, but had 33",
+    ),
+    "larger minibatches": (
+        {"samples": 33},
+        DataPosition(8, 9, samples=66),
+        r"dataset\(\) has 66 samples, but had 33",
+    ),
+    "older": ({}, DataPosition(4, 9, samples=36, order=1), None),
+    "no dataset": ({}, DataPosition(8, None), "has no minibatches, but had 9"),
+    "a script's": (
+        {"minibatches_per_epoch": None, "fed": True},
+        DataPosition(8, 5, samples=36),
+        r"dataset\(\) has 5 minibatches, but a script handed in those of the run",
+    ),
+    "into a script": (
+        {"samples": 33},
+        DataPosition(8, None, fed=True),
+        r"a script hands in the minibatches, but dataset\(\) had 9",
+    ),
+    "from script to script": (
+        {"minibatches_per_epoch": None, "fed": True},
+        DataPosition(8, None, fed=True),
+        None,
+    ),
+    "another sampler": (
+        {"samples": 33, "order": 1},
+        DataPosition(4, 9, samples=33, order=2),
+        "come in another order than in the run",
+    ),
+    "no sampler": (
+        {"samples": 33, "order": 1},
+        DataPosition(4, 9, samples=33),
+        "come in another order than in the run",
+    ),
+    "a sampler of other minibatches": (
+        {"samples": 33, "order": 1},
+        DataPosition(8, 5, samples=33, order=2),
+        r"with minibatches of 8 samples sampler\(\) gives another order than with those of 4 in",
+    ),
+    "a sampler of any minibatches": (
+        {"samples": 33, "order": 1},
+        DataPosition(8, 5, samples=33, order=1),
+        None,
+    ),
+    "a sampler between epochs": (
+        {"samples": 33, "order": 1, "minibatch": 18},
+        DataPosition(8, 5, samples=33, order=2),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_is_refused(name: str) -> None:
+    changes, data, words = OTHER_DATA[name]
     index = Checkpoint(
         tool="test",
         torch="any",
@@ -811,5 +875,12 @@ def test_other_data_is_refused() -> None:
         minibatches_per_epoch=9,
         parts=(),
     )
-    with pytest.raises(InputError, match=r"dataset\(\) has 8 minibatches, but had 9"):
-        position(SavedCheckpoint(Path("any"), index), DataPosition(4, 8))
+    saved = SavedCheckpoint(Path("any"), replace(index, **changes))
+    if words is None:
+        assert position(saved, data) == -(-saved.index.minibatch * 4 // data.minibatch_size) + (
+            name == "a sampler between epochs"
+        )
+        return
+    with pytest.raises(InputError, match=words) as refusal:
+        position(saved, data)
+    assert refusal.value.hint
