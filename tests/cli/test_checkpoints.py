@@ -190,6 +190,20 @@ def test_wrong_input_is_told_before_any_worker_starts(
     )
 
 
+def test_as_many_minibatches_of_other_samples_are_refused(folder: Path) -> None:
+    """Of 38 samples and of 39 an epoch has ten minibatches, in other orders."""
+    for samples in (38, 39):
+        (folder / f"{samples}.py").write_text(MODEL.replace("38", str(samples)), encoding="utf-8")
+    common = ("--plan", "two.json", "--checkpoint-folder", "samples", "--resume", "--steps")
+    first = plan(folder, "train", "38.py", *common, "2", "--checkpoint-every", "2")
+    assert first.returncode == 0, first.stderr
+    index = load_checkpoint(complete(folder / "samples")[-1]).index
+    assert (index.samples, index.order, index.fed) == (38, None, False)
+    assert_one_sentence(
+        plan(folder, "train", "39.py", *common, "4"), 2, "dataset() has 39 samples, but had 38 in"
+    )
+
+
 @pytest.mark.slow
 def test_another_model_or_seed_or_a_shorter_run_is_refused(folder: Path) -> None:
     common = ("train", "model.py", "--plan", "two.json", "--checkpoint-folder", "refused")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -179,6 +180,30 @@ def left(pipeline: Pipeline, rank: int) -> None:
         pipeline.step(minibatch)
 
 
+def saved_in_turn(pipeline: Pipeline, rank: int) -> None:
+    """Checkpoints go to several folders in turn, also when nothing was trained in between."""
+    first, second, *_ = minibatches()
+    pipeline.step(first)
+    pipeline.save_checkpoint("last")
+    pipeline.step(second)
+    pipeline.save_checkpoint("best")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for folder in ("last", "best", "other", "last"):
+        pipeline.save_checkpoint(folder)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, "a lock and a group at a time"
+
+
+def continued(pipeline: Pipeline, rank: int) -> None:
+    """What a run continues from is removed after its first checkpoint, as by save_total_limit."""
+    done = pipeline.load_checkpoint("best")
+    for minibatch in list(minibatches())[done:]:
+        pipeline.step(minibatch)
+        pipeline.save_checkpoint(f"after-{pipeline.minibatches}")
+        if rank == 0:
+            shutil.rmtree("best", ignore_errors=True)
+
+
 LOOPS: dict[str, Loop] = {
     each.__name__: each
     for each in (
@@ -192,6 +217,8 @@ LOOPS: dict[str, Loop] = {
         evaluated_otherwise,
         evaluated_shorter,
         saved_alone,
+        saved_in_turn,
+        continued,
         slow_everywhere,
         slow_alone,
         never_back,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
-from planner.executor.checkpoint.folder_lock import lock_folder
+from planner.executor.checkpoint.folder_lock import lock_folder, unlock_folder
 from planner.executor.checkpoint.stage_parts import (
     Restorable,
     content_of,
@@ -45,10 +45,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataPosition:
-    """How minibatches count the samples of the data."""
+    """What the data are, and how minibatches count their samples: see `Checkpoint`."""
 
     minibatch_size: int
     minibatches_per_epoch: int | None  # None without a dataset
+    samples: int | None = None
+    order: int | None = None
+    fed: bool = False
 
 
 class WorkerPart(Record):
@@ -145,10 +148,13 @@ class Checkpointer(Keeper):
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
+        # what this run has resumed from or written, without links, also what has been removed since
+        self._known = set[Path]()
         if self.resumed_from is None:
             self.saved = None
         else:
             self.saved = folders.load_checkpoint(self.resumed_from)
+            self._known.add(self.resumed_from.resolve())
 
     def save(
         self,
@@ -188,6 +194,34 @@ class Checkpointer(Keeper):
 
         self.seconds += time.perf_counter() - began_s
 
+    def write_to(self, folder: Path, minibatch: int, *, keep: int) -> None:
+        """Write to `folder` from now on, after `minibatch` minibatches, and keep so many
+        checkpoints in it; all workers call it together.
+
+        Raise InputError where it has checkpoints of another run.
+        """
+        before = self._job.checkpoints
+        after = replace(before, checkpoint_folder=str(folder), checkpoint_every=1, keep=keep)
+        if before.checkpoint_every is None or folder.resolve() != self.folder.resolve():
+            self._move_to(folder)
+            self.begin(minibatch)
+        self._job = replace(self._job, checkpoints=after)
+
+    def _move_to(self, folder: Path) -> None:
+        """Leave the folder that was written to, if any, for another; all workers call it."""
+        self._heartbeat.enter("looking for checkpoints", meeting=True)
+        probe = self._probe(folder, self._token)
+        if self._rank == 0:
+            folders.check_continues(folder, self._known)
+            self._take_folder(folder, probe)
+            if self._log is not None:
+                unlock_folder(self.folder)
+            self._log = RunLog(folder, self._job.run)
+
+        self.folder = folder
+        broadcast_bytes(b"", self._group)  # so that nobody looks before worker 0 has the folder
+        self._check_shared(folder, probe)
+
     def check_last(self) -> None:
         """Raise PlannerError, at the end of the run, when its last checkpoint was not written."""
         if self._problem is not None:
@@ -210,41 +244,41 @@ class Checkpointer(Keeper):
             found = folders.resolve(options.resume, self.folder, writes=writes)
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
-                self._take_folder(self._probe(token))
+                self._take_folder(self.folder, self._probe(self.folder, token))
 
         token, resume = json.loads(broadcast_bytes(chosen, self._group))
         if writes:
-            self._check_shared(self._probe(token))
+            self._check_shared(self.folder, self._probe(self.folder, token))
         return token, None if resume is None else Path(resume)
 
-    def _probe(self, token: str) -> Path:
+    def _probe(self, folder: Path, token: str) -> Path:
         """Return the folder by which all workers see whether they share a file system."""
-        return self.folder / folders.partial_name(folders.PROBE, token)
+        return folder / folders.partial_name(folders.PROBE, token)
 
-    def _take_folder(self, probe: Path) -> None:
-        """Lock the folder of checkpoints for this run, and write the probe to it.
+    def _take_folder(self, folder: Path, probe: Path) -> None:
+        """Lock a folder of checkpoints for this run, and write the probe to it.
 
         Raise PlannerError where that cannot be done.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock_folder(self.folder, self._job.run)
-            folders.remove_leftovers(self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock_folder(folder, self._job.run)
+            folders.remove_leftovers(folder)
             probe.mkdir()
         except OSError as cause:
             raise PlannerError(
-                f"checkpoints cannot be written to '{self.folder}': {cause.strerror}",
+                f"checkpoints cannot be written to '{folder}': {cause.strerror}",
                 hint="choose another `checkpoint_folder`",
             ) from None
 
-    def _check_shared(self, probe: Path) -> None:
+    def _check_shared(self, folder: Path, probe: Path) -> None:
         """Raise InputError on a worker that does not see what worker 0 has written."""
         deadline = time.monotonic() + NFS_REMEMBERS_S
         while not probe.exists():
             if time.monotonic() >= deadline:
                 raise InputError(
                     f"worker {self._rank} on '{os.uname().nodename}' does not see what worker 0 "
-                    f"writes to '{self.folder.absolute()}'",
+                    f"writes to '{folder.absolute()}'",
                     hint="choose a `checkpoint_folder` on a file system that all hosts share",
                 )
             time.sleep(0.2)
@@ -266,6 +300,7 @@ class Checkpointer(Keeper):
                 self.newest = self._publish(
                     minibatch, folder, [part for reply in replies for part in reply.parts]
                 )
+                self._known.add(self.newest.resolve())
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:
@@ -286,12 +321,13 @@ class Checkpointer(Keeper):
         # names in the folder are synced before the rename, so that after a crash no complete name
         # stands for missing content. The parent is synced last: only then does the new name itself
         # outlive a crash, and older checkpoints may be removed.
-        folders.save_index(folder, index_of(self._job, self._data, minibatch, parts))
+        index = replace(
+            index_of(self._job, self._data, minibatch, parts),
+            sequence=folders.next_sequence(self.folder),
+        )
+        folders.save_index(folder, index)
         folders.sync_folder(folder)
-        final = folder.with_name(f"{folders.STEP}{minibatch:08}")
-        folder.rename(final)
-        folders.sync_folder(self.folder)
-        return final
+        return folders.publish(folder, index)
 
 
 def index_of(
@@ -311,6 +347,9 @@ def index_of(
         minibatch=minibatch,
         minibatch_size=data.minibatch_size,
         minibatches_per_epoch=data.minibatches_per_epoch,
+        samples=data.samples,
+        order=data.order,
+        fed=data.fed,
         layers=tuple(stage.layers for stage in plan.stages),
         parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
     )
@@ -323,20 +362,66 @@ def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
     If their size has, the run continues in the same epoch at the next whole minibatch: no sample is
     seen twice.
     """
+    _check_samples(saved, data)
+    _check_order(saved, data)
     index = saved.index
     if index.minibatch_size == data.minibatch_size:
-        if index.minibatches_per_epoch != data.minibatches_per_epoch:
-            now = data.minibatches_per_epoch or "no"
-            then = index.minibatches_per_epoch or "none"
-            problem = (
-                f"dataset() has {now} minibatches, but had {then} in the run of the "
-                f"checkpoint '{saved.path}'"
-            )
-            raise InputError(problem, hint="resume with the data that the run began with")
         return index.minibatch
-
     if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:
         return -(-index.minibatch * index.minibatch_size // data.minibatch_size)
     epochs, rest = divmod(index.minibatch, index.minibatches_per_epoch)
     within = -(-rest * index.minibatch_size // data.minibatch_size)
     return epochs * data.minibatches_per_epoch + min(within, data.minibatches_per_epoch)
+
+
+def _check_samples(saved: folders.SavedCheckpoint, data: DataPosition) -> None:
+    """Raise InputError when the data have other samples than those of a checkpoint."""
+    index = saved.index
+    then, now = index.minibatches_per_epoch, data.minibatches_per_epoch
+    place = f"the run of the checkpoint '{saved.path}'"
+    hint = "resume with the data that the run began with"
+    if None not in (index.samples, data.samples) and index.samples != data.samples:
+        problem = f"dataset() has {data.samples} samples, but had {index.samples} in {place}"
+        raise InputError(problem, hint=hint)
+
+    same_size = index.minibatch_size == data.minibatch_size
+    if (then is None) == (now is None) and (then == now or not same_size):
+        return
+    if index.fed:
+        problem = f"dataset() has {now} minibatches, but a script handed in those of {place}"
+        raise InputError(problem, hint="resume in that script, with `Pipeline.load_checkpoint`")
+    if data.fed:
+        problem = f"a script hands in the minibatches, but dataset() had {then} in {place}"
+        raise InputError(problem, hint="resume with `plan train`, or with `planner.train`")
+
+    problem = f"dataset() has {now or 'no'} minibatches, but had {then or 'none'} in {place}"
+    raise InputError(problem, hint=hint)
+
+
+def _check_order(saved: folders.SavedCheckpoint, data: DataPosition) -> None:
+    """Raise InputError when samples would come in another order than in the run of a checkpoint.
+
+    Where it depends on the minibatches' size, these may change between two epochs.
+    """
+    index = saved.index
+    # no samples: without a dataset, or of a version that did not note the order
+    if index.samples is None or index.minibatches_per_epoch is None or index.order == data.order:
+        return
+    place = f"the run of the checkpoint '{saved.path}'"
+    if index.minibatch_size == data.minibatch_size:
+        problem = f"the samples of dataset() come in another order than in {place}"
+        raise InputError(
+            problem,
+            hint="resume with the sampler() and the microbatches that the run began with",
+        )
+
+    if index.minibatch % index.minibatches_per_epoch:
+        problem = (
+            f"with minibatches of {data.minibatch_size} samples sampler() gives another order than "
+            f"with those of {index.minibatch_size} in {place}, which is in the middle of an epoch"
+        )
+        raise InputError(
+            problem,
+            hint=f"resume with a plan for minibatches of {index.minibatch_size} samples, until the "
+            "epoch ends",
+        )

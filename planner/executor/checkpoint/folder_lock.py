@@ -1,5 +1,5 @@
 """One run at a time writes checkpoints to a folder: worker 0 holds a lock on a file in it for as
-long as it lives.
+long as it lives, or until it writes to another folder.
 
 The kernel gives the lock back when the process ends, however it ends, so none is ever left behind.
 Linux keeps such locks on NFS (version 4) on the server, for all hosts.
@@ -24,8 +24,8 @@ _descriptors: dict[Path, int] = {}  # of the locks that this process holds, by f
 
 
 def lock_folder(folder: Path, run: str) -> None:
-    """Lock an existing folder for this process, until it ends; do nothing where the process has it
-    already.
+    """Lock an existing folder for this process, until it ends or unlocks it; do nothing where the
+    process has it already.
 
     Args:
         folder: of checkpoints.
@@ -50,6 +50,13 @@ def lock_folder(folder: Path, run: str) -> None:
     holder = {"run": run, "process": os.getpid(), "host": os.uname().nodename}
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
     _descriptors[key] = descriptor
+
+
+def unlock_folder(folder: Path) -> None:
+    """Give back the lock on a folder; do nothing where this process has none."""
+    descriptor = _descriptors.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _acquire(descriptor: int, folder: Path, run: str) -> None:

@@ -8,7 +8,11 @@ remove.
             stage-0.weights.safetensors   parameters and buffers by their names in the model
             stage-0.optimizer.safetensors
             ...
+        step-00000200-7/                  the seventh that was written, another has its name
         .step-00000300.f3a1.partial/      of a run that ended while it wrote
+
+Their order is that in which they were written, which an index has as its `sequence`. Minibatches do
+not tell it: a run that goes on with larger ones counts fewer of them.
 
 A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. What
 chooses one raises InputError when there is none, or when it is of another model or run.
@@ -16,9 +20,12 @@ chooses one raises InputError when there is none, or when it is of another model
 
 import hashlib
 import os
+import re
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +49,8 @@ AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 # checkpoint, so that `remove_leftovers` removes one that a crash left behind.
 PROBE = "sign"
 STEP = "step-"
+# the minibatch, and the sequence number where an older checkpoint has that name
+_NAME = re.compile(rf"{STEP}(\d+)(?:-\d+)?", re.ASCII)
 _PARTIAL = ".partial"
 _REMOVED = ".removed"
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
@@ -84,8 +93,12 @@ class Checkpoint(Record):
     schedule: str
     seed: int  # random numbers are a function of it and of the minibatch
     minibatch: Annotated[int, Field(ge=0)]  # minibatches done
+    sequence: Annotated[int, Field(ge=0)] = 0  # grows in a folder; 0 in older files: the first
     minibatch_size: Annotated[int, Field(ge=1)]
     minibatches_per_epoch: Annotated[int, Field(ge=1)] | None  # None without a dataset
+    samples: int | None = None  # of dataset(); None without one, and in older files
+    order: int | None = None  # digest of the first epoch's, where sampler() gives it
+    fed: bool = False  # whether a script handed the minibatches in
     layers: tuple[tuple[str, ...], ...] = ()  # of each stage; not in files of version 0.1
     parts: tuple[StagePart, ...]
 
@@ -143,8 +156,8 @@ def load_checkpoint(path: Path) -> SavedCheckpoint:
         )
         raise InputError(problem, hint=OTHER)
 
-    named = path.resolve().name
-    if _is_step(named) and int(named[len(STEP) :]) != index.minibatch:
+    named = _NAME.fullmatch(path.resolve().name)
+    if named is not None and int(named[1]) != index.minibatch:
         raise InputError(
             f"the index of '{path}' is of minibatch {index.minibatch}, and the folder's name is "
             f"of another",
@@ -171,11 +184,6 @@ def _digest_line(folder: Path) -> str:
     return f"{hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()}  {INDEX}\n"
 
 
-def _is_step(name: str) -> bool:
-    number = name[len(STEP) :]
-    return name.startswith(STEP) and number.isascii() and number.isdigit()
-
-
 def partial_name(what: str, token: str) -> str:
     """Return the name of a folder while it is written; `token` tells the runs that write to one
     folder apart.
@@ -184,14 +192,48 @@ def partial_name(what: str, token: str) -> str:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first."""
-    found = [path for path in folder.glob(f"{STEP}*") if _is_step(path.name) and path.is_dir()]
-    # by name those of more than eight digits would come first
-    return sorted(found, key=_minibatch_of)
+    """Return the complete checkpoints in `folder`, in the order in which they were written."""
+    return list(_in_order(folder))
 
 
-def _minibatch_of(path: Path) -> int:
-    return int(path.name[len(STEP) :])
+def _in_order(folder: Path) -> dict[Path, Checkpoint | None]:
+    """Return the complete checkpoints in `folder` with their indices, in the order in which they
+    were written; None for an index that cannot be read.
+    """
+    minibatches = {
+        path: int(named[1])
+        for path in folder.glob(f"{STEP}*")
+        if (named := _NAME.fullmatch(path.name)) and path.is_dir()
+    }
+    read = {path: _read_index(path) for path in minibatches}
+    # a run that writes there may have removed one meanwhile
+    found = {path: index for path, index in read.items() if index is not None or path.is_dir()}
+    readable = [index for index in found.values() if index is not None]
+
+    def place(path: Path) -> tuple[int, int]:
+        # A damaged one comes behind all with fewer minibatches, so that nobody goes on from an
+        # older one in silence.
+        index = found[path]
+        if index is None:
+            before = [each for each in readable if each.minibatch <= minibatches[path]]
+            return max((each.sequence for each in before), default=0), minibatches[path]
+        return index.sequence, index.minibatch
+
+    return {path: found[path] for path in sorted(found, key=place)}
+
+
+def _read_index(path: Path) -> Checkpoint | None:
+    """Return the index of a checkpoint; None where it is not the one that was written there."""
+    try:
+        return load_checkpoint(path).index
+    except InputError:
+        return None
+
+
+def next_sequence(folder: Path) -> int:
+    """Return the sequence number of the next checkpoint in `folder`."""
+    indices = _in_order(folder).values()
+    return 1 + max((index.sequence for index in indices if index is not None), default=0)
 
 
 def find(path: Path) -> Path:
@@ -208,41 +250,94 @@ def find(path: Path) -> Path:
 
 def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """Return the checkpoint that a run resumes from; None when it begins anew."""
+    _check_is_folder(folder)
+    if resume == AUTO:
+        return next(reversed(complete(folder)), None)
+    found = None if resume is None else find(Path(resume))
+    if writes:
+        check_continues(folder, [] if found is None else [found])
+    return found
+
+
+def _check_is_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(
             f"'{folder}' is a file, not a folder for checkpoints",
             hint="choose another `checkpoint_folder`",
         )
 
+
+def check_continues(folder: Path, known: Collection[Path]) -> None:
+    """Raise InputError where the newest checkpoint in `folder` is none of the `known` ones, which a
+    run has written or resumed from: it would write among those of another run.
+    """
+    _check_is_folder(folder)
     inside = complete(folder)
-    if resume == AUTO:
-        return inside[-1] if inside else None
-    found = None if resume is None else find(Path(resume))
-    if not writes or not inside:
-        return found
-    if found is None or found.resolve() not in [path.resolve() for path in inside]:
+    own = {path.resolve() for path in known}
+    if not inside or inside[-1].resolve() in own:
+        return
+
+    older = [path for path in inside if path.resolve() in own]
+    if not older:
         problem = f"'{folder}' has checkpoints of an earlier run, the newest {inside[-1].name}"
         raise InputError(
             problem, hint="continue that run with `resume`, or choose another `checkpoint_folder`"
         )
 
-    if _minibatch_of(inside[-1]) > _minibatch_of(found):
-        problem = f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}"
-        raise InputError(
-            problem,
-            hint="remove it, or choose another `checkpoint_folder`: the run would overwrite it",
-        )
+    problem = f"'{folder}' has a newer checkpoint than '{older[-1]}': {inside[-1].name}"
+    raise InputError(
+        problem,
+        hint="remove it, or choose another `checkpoint_folder`: the run would overwrite it",
+    )
 
-    return found
+
+def publish(partial: Path, index: Checkpoint) -> Path:
+    """Give a folder, all of which is on disk, the name of a complete checkpoint; return that.
+
+    An older checkpoint of the same minibatch makes way for it. One that has this name and counts
+    minibatches of another size stays.
+    """
+    name = partial.with_name(f"{STEP}{index.minibatch:08}")
+    if not name.exists():
+        _rename(partial, name)
+        return name
+
+    beside = name.with_name(f"{name.name}-{index.sequence}")
+    _rename(partial, beside)
+    older = _read_index(name)
+    if older is None or older.minibatch_size != index.minibatch_size:
+        return beside
+
+    try:
+        # Only now: at any moment one of the two has the name of a complete checkpoint.
+        _hide(name)
+        _rename(beside, name)
+    except OSError:  # NFS may keep an older one that was hidden
+        return beside
+    return name
+
+
+def _rename(path: Path, name: Path) -> None:
+    """Rename a folder, and wait until its name is on disk."""
+    path.rename(name)
+    sync_folder(name.parent)
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint its name, before its files are removed: a crash meanwhile must not leave
+    half a checkpoint under the name of a complete one.
+    """
+    path.rename(path.with_name(f".{path.name}{_REMOVED}"))
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints."""
-    for path in complete(folder)[:-keep]:
-        # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a
-        # complete one.
+    """Delete all but the newest `keep` checkpoints, and damaged ones that are newer."""
+    inside = _in_order(folder)
+    kept = [path for path, index in inside.items() if index is not None][-keep:]
+    removed = takewhile(lambda path: path not in kept, inside) if len(kept) == keep else ()
+    for path in removed:
         with suppress(OSError):  # it is looked at again after the next checkpoint
-            path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+            _hide(path)
     remove_leftovers(folder, _REMOVED)
 
 

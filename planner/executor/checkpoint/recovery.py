@@ -45,6 +45,7 @@ from planner.executor.checkpoint.known_copies import (
 from planner.executor.communication.control import control_group, join_group, message_timeout, share
 from planner.executor.observe.run_log import FILE as LOSSES
 from planner.formats.files import Record, replace
+from planner.plan.rank_groups import sample_parts
 from planner.workers.ending import GRACE_S
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
@@ -178,7 +179,12 @@ def _newest_minibatch(job: Job, chosen: str | None) -> int:
         )
     on_disk = 0
     if path is not None:
-        on_disk = load_checkpoint(path).index.minibatch
+        index = load_checkpoint(path).index
+        # Copies count minibatches of the plan's size. There are no data yet, whose epochs may end
+        # with smaller ones.
+        each = job.plan.minibatch_size
+        size = index.minibatch_size if each is None else each * sample_parts(job.plan)
+        on_disk = -(-index.minibatch * index.minibatch_size // size)
     return max(on_disk, 0 if chosen is None else minibatch_of(chosen))
 
 

@@ -106,7 +106,9 @@ class BatchSource(ABC):
 
     random = False  # whether it is made up, so that losses mean nothing
     device = CPU  # that the batches are copied to, from pinned memory
+    fed = False  # whether a script hands it in
     last_size = 0  # samples of an epoch's last minibatch, if it is smaller
+    dataset_samples: int | None = None  # None without a dataset
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches  # per minibatch
@@ -142,6 +144,12 @@ class BatchSource(ABC):
     def draws(self) -> bool:
         """Whether reading drew random numbers from a global generator, as far as is known."""
         return False
+
+    def order_digest(self, epoch: int) -> int | None:
+        """Return the digest of an epoch's order of samples; None where it follows from the seed and
+        the number of samples, and without a dataset.
+        """
+        return None
 
     def extent(self, unit: Unit) -> Extent:
         """Return the extent of one microbatch."""
@@ -236,6 +244,7 @@ class DatasetBatches(BatchSource):
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
+        self.dataset_samples = len(dataset)  # type: ignore[arg-type]
         self.samples = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]
         whole, rest = divmod(self.samples, self._size)
         self.last_size = 0 if drop_last else rest
@@ -274,9 +283,7 @@ class DatasetBatches(BatchSource):
         return self._order
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return the digest of an epoch's order; None where it follows from the seed and the number
-        of samples.
-        """
+        """See base class."""
         if self._sampler is None:
             return None
         return digest_of([repr(self.order(epoch))])
@@ -429,6 +436,8 @@ class ChangedBatches(BatchSource):
         super().__init__(source.microbatches)
         self.random = source.random
         self.last_size = source.last_size
+        self.fed = source.fed
+        self.dataset_samples = source.dataset_samples
         self._source = source
 
     def batch(self, unit: Unit) -> Batch:
@@ -437,6 +446,10 @@ class ChangedBatches(BatchSource):
     @property
     def draws(self) -> bool:
         return self._source.draws
+
+    def order_digest(self, epoch: int) -> int | None:
+        """See base class."""
+        return self._source.order_digest(epoch)
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._source.minibatch_size(minibatch)
@@ -653,6 +666,8 @@ class FedBatches(BatchSource):
     """Minibatches that were handed in, the newest `kept` of them; their `shares` follow the samples
     by default.
     """
+
+    fed = True
 
     def __init__(self, microbatches: int, kept: int, shares: Shares | None = None) -> None:
         super().__init__(microbatches)

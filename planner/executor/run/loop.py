@@ -332,13 +332,24 @@ class Loop:
         )
 
 
-def make_checkpointer(
-    context: PipelineContext, options: CheckpointOptions, per_epoch: int | None
-) -> Checkpointer:
+def make_checkpointer(context: PipelineContext, options: CheckpointOptions) -> Checkpointer:
     """Return what writes and reads checkpoints of this worker's stages; all workers call it."""
     job = replace(context.job, checkpoints=options)
-    return Checkpointer(
-        job, restorable(context), DataPosition(context.minibatch_size, per_epoch), context.heartbeat
+    return Checkpointer(job, restorable(context), data_position(context), context.heartbeat)
+
+
+def data_position(context: PipelineContext) -> DataPosition:
+    """Return what checkpoints say of the data, by which other data are found.
+
+    The first epoch's order tells: a sampler gives the others by the same rule.
+    """
+    data = context.data
+    return DataPosition(
+        context.minibatch_size,
+        None if data.random or data.fed else data.minibatches(None, 1),
+        samples=data.dataset_samples,
+        order=data.order_digest(0),
+        fed=data.fed,
     )
 
 

@@ -155,8 +155,8 @@ class Pipeline:
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None
         self._watch: DriftWatch | None = None
+        # One for all folders, because it has a process group.
         self._checkpoints: Checkpointer | None = None
-        self._resumed: str | None = None  # the checkpoint that the state is from
 
     def __enter__(self) -> "Pipeline":
         """Join the other workers, unless the script has already done so, and build this worker's
@@ -387,10 +387,12 @@ class Pipeline:
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
         """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.
 
-        It can be loaded under any other plan for the same model, also by `plan train`.
+        It can be loaded under any other plan for the same model, also by `plan train` where the
+        model file has no dataset().
 
         Args:
-            folder: for the checkpoints of this run, which all hosts see.
+            folder: for the checkpoints of this run, which all hosts see. A run may write to several
+                in turn. A checkpoint after as many minibatches as there is one of is replaced.
             keep: how many checkpoints to keep in it, the newest.
 
         Raises:
@@ -398,15 +400,9 @@ class Pipeline:
         """
         with self._called(Call.SAVE_CHECKPOINT):
             self._drain()
-            if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-                options = CheckpointOptions(
-                    checkpoint_folder=str(folder),
-                    checkpoint_every=1,
-                    keep=keep,
-                    resume=self._resumed,
-                )
-                self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
-                self._checkpoints.begin(self._data.count)
+            if self._checkpoints is None:
+                self._checkpoints = make_checkpointer(self._context, CheckpointOptions())
+            self._checkpoints.write_to(Path(folder), self._data.count, keep=keep)
             self._checkpoints.save(self._data.count)
 
         self._checkpoints.check_last()
@@ -428,11 +424,9 @@ class Pipeline:
             )
 
         with self._called(Call.LOAD_CHECKPOINT):
-            found = make_checkpointer(
-                self._context, CheckpointOptions(resume=str(path)), per_epoch=None
-            )
+            found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)))
             first = found.restore()
-            self._resumed = str(found.resumed_from)
+            self._checkpoints = found
             self._data.count = first
             self._loop.begin(first)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
-from planner.executor.checkpoint.checkpointer import DataPosition
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
@@ -29,7 +28,14 @@ from planner.executor.observe.run_log import NOTHING
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.context import PipelineContext
-from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
+from planner.executor.run.loop import (
+    Groups,
+    Loop,
+    data_position,
+    make_checkpointer,
+    restorable,
+    save_weights,
+)
 from planner.executor.run.move import arrive, leave
 from planner.executor.run.plan_part import Kept, PlanPart
 from planner.executor.run.replan import Replanner
@@ -232,17 +238,15 @@ def _train_all(
 def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     """Make what keeps the run's state, and go on from the newest one that is there."""
     job = context.job
-    data = context.data
     checkpointer = None
     copies = None
     on_disk = job.checkpoints.checkpoint_every is not None or job.checkpoints.resume is not None
     if not on_disk and recovery is None:
         return Kept(None, None, 0)
-    per_epoch = None if data.random else data.minibatches(None, 1)
     if on_disk:
-        checkpointer = make_checkpointer(context, job.checkpoints, per_epoch)
+        checkpointer = make_checkpointer(context, job.checkpoints)
     if recovery is not None:
-        position = DataPosition(context.minibatch_size, per_epoch)
+        position = data_position(context)
         copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
 
     first = 0

@@ -4,15 +4,17 @@ there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 import planner
 from planner.errors import InputError, PlannerError
@@ -47,6 +50,7 @@ from planner.executor.checkpoint.stage_parts import (
 from planner.executor.checkpoint.tensor_file import write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
+from planner.formats.files import replace
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
@@ -567,6 +571,158 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     assert [(loss.minibatch, loss.loss) for loss in past.losses] == losses
 
 
+@pytest.fixture
+def one_stage(tmp_path: Path) -> tuple[Job, Split]:
+    """A job without checkpoints, and the whole model as its stage."""
+    path = write_model(tmp_path, "convolutional", "momentum")
+    spec = load_model_file(path)
+    plan = make_plan(structural_profile(path, 4), (1,))
+    split = Split(spec, [capture_file(spec, spec.example_batch(4))], [])
+    return Job(model=str(path), plan=plan, steps=500), split
+
+
+def in_folder(one_stage: tuple[Job, Split], size: int, **options: Unpack[Chosen]) -> Checkpointer:
+    """Begin or continue a run in minibatches of `size`, as `plan train --resume` does."""
+    job, split = one_stage
+    chosen = CheckpointOptions(checkpoint_every=1, resume="auto", **options)
+    checkpointer = Checkpointer(
+        replace(job, checkpoints=chosen), split.stages, DataPosition(size, None), Heartbeat()
+    )
+    checkpointer.begin(checkpointer.restore())
+    return checkpointer
+
+
+class Chosen(TypedDict):
+    """Where checkpoints are written, and how many are kept."""
+
+    checkpoint_folder: str
+    keep: int
+
+
+def test_larger_minibatches_do_not_make_new_checkpoints_the_oldest(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """200 minibatches of 4 samples are 100 of 8, and what follows is newer all the same."""
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=2)
+    small = in_folder(one_stage, 4, **options)
+    for minibatch in (160, 180, 200):
+        small.save(minibatch)
+
+    large = in_folder(one_stage, 8, **options)
+    assert large.found == 100
+    large.save(120)
+    assert large.newest == folder / "step-00000120"
+    assert [path.name for path in complete(folder)] == ["step-00000200", "step-00000120"]
+    assert find(folder) == resolve("auto", folder, writes=True) == large.newest
+    with pytest.raises(InputError, match=r"newer checkpoint than .*step-00000200': step-00000120"):
+        resolve(str(folder / "step-00000200"), folder, writes=True)
+
+    large.save(200)  # whose name another has
+    assert large.newest == folder / "step-00000200-5"
+    again = in_folder(one_stage, 8, **options)
+    assert (again.resumed_from, again.found) == (large.newest, 200)
+    again.save(220)
+    assert [path.name for path in complete(folder)] == ["step-00000200-5", "step-00000220"]
+
+
+def test_checkpoints_of_before_sequence_numbers_come_first(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=3)
+    small = in_folder(one_stage, 4, **options)
+    for minibatch in (10, 20, 30):
+        small.save(minibatch)
+        index = load_checkpoint(folder / f"step-{minibatch:08}").index
+        save_index(folder / f"step-{minibatch:08}", replace(index, sequence=0))
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)] == [10, 20, 30]
+
+    in_folder(one_stage, 8, **options).save(16)
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)] == [20, 30, 16]
+
+
+def test_a_loop_of_ones_own_writes_where_it_wrote_before_and_nowhere_else(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """Folders in turn, each locked while it is written to; `keep` may change each time."""
+    job, split = one_stage
+    last, best = tmp_path / "last", tmp_path / "best"
+    run = Checkpointer(job, split.stages, DataPosition(4, None), Heartbeat())
+    for minibatch in (1, 2, 3):
+        run.write_to(last, minibatch, keep=minibatch)
+        run.save(minibatch)
+        run.write_to(best, minibatch, keep=1)
+        run.save(minibatch)
+        assert [path.name[-1:] for path in complete(last)] == ["1", "2", "3"][:minibatch]
+        assert [path.name[-1:] for path in complete(best)] == [str(minibatch)]
+
+    with (last / LOCK).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another run does meanwhile
+        with pytest.raises(InputError, match="another run, process"):
+            run.write_to(last, 4, keep=1)
+    with (best / LOCK).open("r+") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    stranger = Checkpointer(job, split.stages, DataPosition(4, None), Heartbeat())
+    with pytest.raises(InputError, match="has checkpoints of an earlier run"):
+        stranger.write_to(last, 0, keep=1)
+
+
+def test_a_second_checkpoint_after_as_many_minibatches_replaces_the_first(
+    alone: None,
+    one_stage: tuple[Job, Split],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At any moment one of the two is there, whichever call a crash prevents."""
+    split = one_stage[1]
+    run = in_folder(one_stage, 4, checkpoint_folder=str(tmp_path / "folder"), keep=1)
+    run.save(5)
+    rename = Path.rename
+    for crash_at in range(4):
+        split.train()
+        left = iter(range(crash_at))
+
+        def crash(path: Path, name: Path, left: Iterator[int] = left) -> Path:
+            if next(left, None) is None:
+                raise _CrashError
+            return rename(path, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", crash)
+            with suppress(_CrashError):
+                run.save(5)
+        assert find(tmp_path / "folder")
+        run.save(5)
+        assert names(tmp_path / "folder") == [LOCK, FILE, "step-00000005"]
+        expected = split.content()
+        split.scramble()
+        split.restore(tmp_path / "folder" / "step-00000005")
+        assert_equal(split.content(), expected)
+
+
+def test_a_damaged_checkpoint_is_neither_passed_over_nor_counted(
+    alone: None, one_stage: tuple[Job, Split], tmp_path: Path
+) -> None:
+    """Where the newest cannot be read, nobody goes on from an older one in silence."""
+    folder = tmp_path / "folder"
+    options = Chosen(checkpoint_folder=str(folder), keep=2)
+    run = in_folder(one_stage, 4, **options)
+    run.save(10)
+    run.save(20)
+    (folder / "step-00000020" / INDEX).write_text("{", encoding="utf-8")
+    assert find(folder) == folder / "step-00000020"
+    with pytest.raises(InputError, match="is not JSON"):
+        in_folder(one_stage, 4, **options)
+
+    run.save(15)
+    assert [load_checkpoint(path).index.minibatch for path in complete(folder)[:2]] == [10, 15]
+    run.save(30)
+    run.save(40)
+    assert [path.name for path in complete(folder)] == ["step-00000030", "step-00000040"]
+
+
 def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     assert resolve(None, folder, writes=True) is None
@@ -641,7 +797,71 @@ def test_the_place_in_the_data_in_minibatches_of_another_size(
     )
 
 
-def test_other_data_is_refused() -> None:
+# What the index has of the data, what they are now, and what is said; None where it continues.
+OTHER_DATA: dict[str, tuple[dict[str, Any], DataPosition, str | None]] = {
+    "fewer minibatches": (
+        {},
+        DataPosition(4, 8),
+        r"dataset\(\) has 8 minibatches, but had 9 in the run of the checkpoint 'any'",
+    ),
+    "as many minibatches": (
+        {"samples": 33},
+        DataPosition(4, 9, samples=36),
+        r"dataset\(\) has 36 samples, but had 33",
+    ),
+    "larger minibatches": (
+        {"samples": 33},
+        DataPosition(8, 9, samples=66),
+        r"dataset\(\) has 66 samples, but had 33",
+    ),
+    "older": ({}, DataPosition(4, 9, samples=36, order=1), None),
+    "no dataset": ({}, DataPosition(8, None), "has no minibatches, but had 9"),
+    "a script's": (
+        {"minibatches_per_epoch": None, "fed": True},
+        DataPosition(8, 5, samples=36),
+        r"dataset\(\) has 5 minibatches, but a script handed in those of the run",
+    ),
+    "into a script": (
+        {"samples": 33},
+        DataPosition(8, None, fed=True),
+        r"a script hands in the minibatches, but dataset\(\) had 9",
+    ),
+    "from script to script": (
+        {"minibatches_per_epoch": None, "fed": True},
+        DataPosition(8, None, fed=True),
+        None,
+    ),
+    "another sampler": (
+        {"samples": 33, "order": 1},
+        DataPosition(4, 9, samples=33, order=2),
+        "come in another order than in the run",
+    ),
+    "no sampler": (
+        {"samples": 33, "order": 1},
+        DataPosition(4, 9, samples=33),
+        "come in another order than in the run",
+    ),
+    "a sampler of other minibatches": (
+        {"samples": 33, "order": 1},
+        DataPosition(8, 5, samples=33, order=2),
+        r"with minibatches of 8 samples sampler\(\) gives another order than with those of 4 in",
+    ),
+    "a sampler of any minibatches": (
+        {"samples": 33, "order": 1},
+        DataPosition(8, 5, samples=33, order=1),
+        None,
+    ),
+    "a sampler between epochs": (
+        {"samples": 33, "order": 1, "minibatch": 18},
+        DataPosition(8, 5, samples=33, order=2),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_is_refused(name: str) -> None:
+    changes, data, words = OTHER_DATA[name]
     index = Checkpoint(
         tool="test",
         torch="any",
@@ -655,5 +875,12 @@ def test_other_data_is_refused() -> None:
         minibatches_per_epoch=9,
         parts=(),
     )
-    with pytest.raises(InputError, match=r"dataset\(\) has 8 minibatches, but had 9"):
-        position(SavedCheckpoint(Path("any"), index), DataPosition(4, 8))
+    saved = SavedCheckpoint(Path("any"), replace(index, **changes))
+    if words is None:
+        assert position(saved, data) == -(-saved.index.minibatch * 4 // data.minibatch_size) + (
+            name == "a sampler between epochs"
+        )
+        return
+    with pytest.raises(InputError, match=words) as refusal:
+        position(saved, data)
+    assert refusal.value.hint

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.executor.checkpoint.folders import complete
 from planner.formats.plan import save_plan
 from tests.executor.own_loops import HANG_TIMEOUT_S, MINIBATCHES, MODEL, SIZE, run_loop
 from tests.executor.plans import make_plan, structural_profile
@@ -102,6 +103,20 @@ def test_loops_that_take_their_time_or_shuffle_alike_go_on(
     assert [report.get("error") for report in reports] == [None, None], log
     assert reports[0]["losses"] == reports[1]["losses"]
     assert len(reports[0]["losses"]) == (MINIBATCHES if name == "same" else 2)
+
+
+def test_checkpoints_go_to_several_folders_and_outlive_the_one_continued_from(
+    folder: Path,
+) -> None:
+    reports, log = run_loop("saved_in_turn", folder, SYNCHRONOUS)
+    assert [report.get("error") for report in reports] == [None, None], log
+    for name, expected in (("last", [1, 2]), ("best", [2]), ("other", [2])):
+        assert [int(path.name[-8:]) for path in complete(folder / name)] == expected
+
+    reports, log = run_loop("continued", folder, SYNCHRONOUS)
+    assert [report.get("error") for report in reports] == [None, None], log
+    for minibatch in range(3, MINIBATCHES + 1):
+        assert complete(folder / f"after-{minibatch}")
 
 
 @pytest.mark.parametrize("plan", [SYNCHRONOUS, pytest.param(ASYNCHRONOUS, marks=pytest.mark.slow)])
