@@ -118,11 +118,9 @@ def stage_optimizer(trainer: Trainer, parameters: Mapping[str, Tensor]) -> Optim
 
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     groups = []
-    for decay in (trainer.args.weight_decay, 0.0):
+    for decay, is_decayed in ((trainer.args.weight_decay, True), (0.0, False)):
         wanted = [
-            parameter
-            for name, parameter in parameters.items()
-            if (name in decayed) == (decay == trainer.args.weight_decay)
+            parameter for name, parameter in parameters.items() if (name in decayed) == is_decayed
         ]
         groups.append({"params": wanted, "weight_decay": decay})
 

@@ -214,10 +214,11 @@ def test_a_folder_of_trainer_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_to_resume(str(tmp_path), "")
 
 
-def test_learning_rates_and_decay_are_those_of_trainer(trainer: Any) -> None:
+@pytest.mark.parametrize("decay", [{"weight_decay": 0.1}, {}], ids=["decay", "default"])
+def test_learning_rates_and_decay_are_those_of_trainer(decay: Any, trainer: Any) -> None:
     from planner.integrations.trainer_spec import stage_optimizer, stage_scheduler
 
-    mine = trainer(weight_decay=0.1, learning_rate=0.5, lr_scheduler_type="cosine", warmup_steps=2)
+    mine = trainer(**decay, learning_rate=0.5, lr_scheduler_type="cosine", warmup_steps=2)
     theirs = transformers.Trainer(model=mine.model, args=mine.args, train_dataset=[])
     theirs.create_optimizer_and_scheduler(10)
     own = stage_optimizer(mine, dict(mine.model.named_parameters()))
