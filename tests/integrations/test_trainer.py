@@ -25,7 +25,7 @@ def trainer(tmp_path: Path) -> Any:
 
     def make(plan: Any = None, kind: Any = None, **given: Any) -> Any:
         own = {"model", "callbacks", "compute_loss_func", "optimizers", "eval_dataset"}
-        own.add("compute_metrics")
+        own |= {"compute_metrics", "data_collator"}
         config = transformers.LlamaConfig(
             vocab_size=8,
             hidden_size=8,
@@ -189,6 +189,52 @@ def test_batches_of_one_update_are_joined() -> None:
     longer = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}]
     with pytest.raises(InputError, match=r"differ in 'x': \(3,\) and \(4,\)"):
         list(minibatches(longer, 2))
+
+
+@pytest.mark.parametrize("given", [{}, {"ignore_data_skip": True}], ids=["epoch", "ignoring"])
+def test_collators_go_on_drawing_from_a_checkpoint(
+    given: dict[str, Any], trainer: Any, tmp_path: Path
+) -> None:
+    # the first update's batches were collated before the generators were set
+    from planner.integrations.trainer_checkpoints import read_generators, write_generators
+    from planner.integrations.trainer_loop import TrainerLoop
+    from planner.integrations.trainer_spec import length_of
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {"x": torch.rand(len(rows))}
+
+    class AtTheEpoch(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, *given: Any, **others: Any) -> None:
+            if not (tmp_path / "generators.pt").exists():
+                write_generators(tmp_path)
+
+    def batches(done: int, drawn: Any = None) -> list[Any]:
+        mine = trainer(
+            data_collator=collate,
+            callbacks=[AtTheEpoch()],
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            **given,
+        )
+        seen: list[Any] = []
+        stage: Any = SimpleNamespace(
+            minibatches=done,
+            losses={},
+            gradient_norm=None,
+            step=lambda batch: seen.append(batch[1]["x"].tolist()),
+            drain=lambda: None,
+        )
+        loader = mine.get_train_dataloader()
+        length = length_of(mine, loader)
+        mine.state = mine._state_for(length.updates, length.epochs, None)
+        mine.state.global_step = done
+        TrainerLoop(mine, stage, loader, length, drawn).run()
+        return seen
+
+    whole = batches(0)
+    resumed = batches(2, read_generators(tmp_path))
+    assert len(whole) == 6
+    assert resumed == whole[2:]
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
