@@ -44,6 +44,7 @@ from planner.executor.communication.control import control_group, share
 from planner.executor.run.pipeline import Pipeline, pipeline
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile
+from planner.integrations.trainer_accumulation import check_accumulation
 from planner.integrations.trainer_arguments import (
     check_arguments,
     check_callback,
@@ -102,7 +103,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         for callback in self.callback_handler.callbacks:
             check_callback(callback)
         if self._plan is not None:
-            check_plan(self._plan, self.args, scales_by_labels=bool(self.model_accepts_loss_kwargs))
+            check_plan(self._plan, self.args)
+            check_accumulation(self)
 
     # ---- What a plan is made from ----
 

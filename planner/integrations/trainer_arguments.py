@@ -208,13 +208,8 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             raise InputError(f"PipelineTrainer does not take {name}", hint=hint)
 
 
-def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bool) -> None:
-    """Raise InputError where the plan is for other batches or another precision.
-
-    Args:
-        scales_by_labels: whether the model divides its loss by the labels of all accumulated
-            batches, as most models of transformers do.
-    """
+def check_plan(plan: Plan, arguments: TrainingArguments) -> None:
+    """Raise InputError where the plan is for other batches or another precision."""
     size = arguments.per_device_train_batch_size
     batches = arguments.gradient_accumulation_steps
     if size * batches != plan.minibatch_size:
@@ -225,14 +220,6 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             hint=f"give per_device_train_batch_size={plan.microbatch_size} and "
             f"gradient_accumulation_steps={plan.microbatches}, or "
             f"solve with `minibatch={size * batches}`",
-        )
-
-    if batches > 1 and not scales_by_labels:
-        raise InputError(
-            "the model's forward takes no num_items_in_batch, so Trainer would average the losses "
-            "of accumulated batches, whatever they count, and a pipeline weighs them",
-            hint=f"give per_device_train_batch_size={plan.minibatch_size} and "
-            f"gradient_accumulation_steps=1: the pipeline splits the batch itself",
         )
 
     planned = plan.autocast

@@ -25,7 +25,7 @@ def trainer(tmp_path: Path) -> Any:
 
     def make(plan: Any = None, kind: Any = None, **given: Any) -> Any:
         own = {"model", "callbacks", "compute_loss_func", "optimizers", "eval_dataset"}
-        own |= {"compute_metrics", "data_collator"}
+        own |= {"compute_metrics", "data_collator", "train_dataset"}
         config = transformers.LlamaConfig(
             vocab_size=8,
             hidden_size=8,
@@ -114,13 +114,50 @@ def test_plans_for_other_batches(
     assert sentence in error.value.message
 
 
-def test_accumulated_means_of_unknown_weight_are_refused() -> None:
-    from planner.integrations.trainer_arguments import check_plan
+def bert() -> Any:
+    """A model whose forward takes any keyword argument, and ignores num_items_in_batch."""
+    config = transformers.BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=3,
+        problem_type="single_label_classification",
+    )
+    return transformers.BertForSequenceClassification(config)
 
-    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=False)
-    check_plan(plan_of(), args, scales_by_labels=True)
-    with pytest.raises(InputError, match="num_items_in_batch"):
-        check_plan(plan_of(), args, scales_by_labels=False)
+
+CLASSIFIED = [{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [3, 2, 1], "labels": 2}]
+
+
+def test_losses_that_ignore_the_number_of_labels_do_not_accumulate(trainer: Any) -> None:
+    # Trainer adds them up, and the pipeline averaged them: half the loss, without a word
+    given = {"model": bert(), "train_dataset": CLASSIFIED, "plan": plan_of()}
+    with pytest.raises(InputError, match=r"loss of BertForSequenceClassification is .* not half"):
+        trainer(per_device_train_batch_size=4, gradient_accumulation_steps=2, **given)
+
+    assert trainer(per_device_train_batch_size=8, **given).model.training
+    llama = trainer(plan=plan_of(), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert llama.model_accepts_loss_kwargs
+
+
+def test_losses_that_take_no_number_of_labels_do_not_accumulate(trainer: Any) -> None:
+    model = bert()
+    model.accepts_loss_kwargs = False
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="takes no `num_items_in_batch`") as error:
+        trainer(plan=plan_of(), model=model, train_dataset=CLASSIFIED, **arguments)
+    assert "per_device_train_batch_size=8" in str(error.value.hint)
+
+
+def test_whether_a_subclass_scales_losses_is_not_followed(trainer: Any) -> None:
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
+        loss_is_scaled_for_ga = False
+
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="does not follow `loss_is_scaled_for_ga=False` of Own"):
+        trainer(plan=plan_of(), kind=Own, **arguments)
 
 
 def test_without_a_plan_it_only_measures(trainer: Any) -> None:
