@@ -489,6 +489,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 Path(self.args.output_dir),
                 self.args.save_total_limit,
                 self.state.best_model_checkpoint,
+                written=folder,
             )
 
     def _make_room_for(self, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,17 +275,57 @@ def test_collators_go_on_drawing_from_a_checkpoint(
     assert resumed == whole[2:]
 
 
+def checkpoints(folder: Path, *steps: int) -> list[Path]:
+    """Make checkpoints of these steps, a minute after one another."""
+    folders = [folder / f"checkpoint-{step}" for step in steps]
+    for minute, each in enumerate(folders):
+        each.mkdir()
+        os.utime(each, (60 * minute, 60 * minute))
+    return folders
+
+
+def names(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()}
+
+
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     from planner.integrations.trainer_checkpoints import remove_checkpoints
 
-    folders = [tmp_path / f"checkpoint-{step}" for step in (5, 10, 100, 20)]
-    for folder in folders:
-        folder.mkdir()
-    remove_checkpoints(tmp_path, None, None)
+    folders = checkpoints(tmp_path, 5, 10, 20, 100)
+    remove_checkpoints(tmp_path, None, None, folders[-1])
     assert all(folder.exists() for folder in folders)
-    remove_checkpoints(tmp_path, 2, best=str(tmp_path / "checkpoint-5"))
-    left = sorted(folder.name for folder in tmp_path.iterdir())
-    assert left == ["checkpoint-100", "checkpoint-5"]
+    remove_checkpoints(tmp_path, 2, str(tmp_path / "checkpoint-5"), folders[-1])
+    assert names(tmp_path) == {"checkpoint-100", "checkpoint-5"}
+
+
+def test_a_run_resumed_from_an_earlier_step_keeps_what_it_writes(tmp_path: Path) -> None:
+    # the checkpoint just written went, because an earlier run had come to a later step
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    *_, written = checkpoints(tmp_path, 50, 100, 150, 60)
+    remove_checkpoints(tmp_path, 2, None, written)
+    assert names(tmp_path) == {"checkpoint-150", "checkpoint-60"}
+    remove_checkpoints(tmp_path, 1, None, written)
+    assert names(tmp_path) == {"checkpoint-60"}
+
+
+def test_the_checkpoint_just_written_stays_where_times_say_nothing(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    folders = checkpoints(tmp_path, 50, 100, 60)
+    for folder in folders:
+        os.utime(folder, (0, 0))
+    remove_checkpoints(tmp_path, 2, None, folders[-1])
+    assert names(tmp_path) == {"checkpoint-100", "checkpoint-60"}
+
+
+def test_a_copy_of_a_checkpoint_is_not_counted(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    (tmp_path / "checkpoint-5-backup").mkdir()
+    *_, written = checkpoints(tmp_path, 5, 10)
+    remove_checkpoints(tmp_path, 1, None, written)
+    assert names(tmp_path) == {"checkpoint-5-backup", "checkpoint-10"}
 
 
 def test_a_folder_of_trainer_is_no_checkpoint(tmp_path: Path) -> None:
