@@ -86,13 +86,94 @@ def test_an_overridden_loss_is_refused(trainer: Any) -> None:
         trainer(kind=Own)
 
 
-def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
-    class Inside(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *given: Any, **others: Any) -> None:
+@pytest.mark.parametrize("name", ["_prepare_inputs", "_clip_grad_norm", "_save_checkpoint"])
+def test_a_method_that_nothing_calls_is_refused(name: str, trainer: Any) -> None:
+    kind = type("Own", (type("Mixin", (), {name: lambda *_: None}), planner.PipelineTrainer), {})
+    with pytest.raises(InputError, match=rf"Own overrides {name}\(\)"):
+        trainer(kind=kind)
+
+
+def test_a_method_set_on_the_trainer_is_refused(trainer: Any) -> None:
+    mine = trainer()
+    mine.compute_loss = lambda *_, **__: None
+    with pytest.raises(InputError, match=r"overrides compute_loss\(\)"):
+        mine.train()
+
+
+def test_methods_that_are_called_may_be_overridden(trainer: Any) -> None:
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
+        def log(self, *given: Any, **others: Any) -> None:
+            super().log(*given, **others)
+
+        def of_its_own(self) -> None:
             pass
 
+    assert trainer(kind=Own).model is not None
+
+
+class Inside(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_pre_optimizer_step(self, *given: Any, **others: Any) -> None:
+        pass
+
+
+def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
     with pytest.raises(InputError, match=r"Inside has on_pre_optimizer_step\(\)"):
         trainer(callbacks=[Inside()])
+
+
+def test_a_callback_that_is_added_later_is_refused(trainer: Any) -> None:
+    mine = trainer()
+    mine.add_callback(Inside())
+    with pytest.raises(InputError, match=r"Inside has on_pre_optimizer_step\(\)"):
+        mine.train()
+
+
+def freeze(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+def scale(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+
+
+def replace(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (freeze, "`requires_grad=False` after on_step_begin"),
+        (scale, "has changed after on_step_begin"),
+        (replace, "has changed after on_step_begin"),
+    ],
+)
+def test_callbacks_that_change_the_model_are_refused(
+    change: Any, sentence: str, trainer: Any
+) -> None:
+    class Changes(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *given: Any, model: Any, **others: Any) -> None:
+            change(model)
+
+    mine = trainer(callbacks=[Changes()])
+    handler = mine.callback_handler
+    handler.watch(mine.model.to("meta"))
+    handler.on_train_begin(mine.args, mine.state, mine.control)
+    with pytest.raises(InputError, match=f"'lm_head.weight' .*{sentence}"):
+        handler.on_step_begin(mine.args, mine.state, mine.control)
+
+
+def test_callbacks_that_use_the_optimizer_are_refused(trainer: Any) -> None:
+    class Rate(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *given: Any, optimizer: Any = None, **others: Any) -> None:
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] = 1.0
+
+    mine = trainer(callbacks=[Rate()])
+    mine.callback_handler.hide_optimizer()
+    with pytest.raises(InputError, match=r"uses optimizer\.param_groups"):
+        mine.callback_handler.on_step_begin(mine.args, mine.state, mine.control)
 
 
 def plan_of(**fields: Any) -> Any:
