@@ -44,6 +44,7 @@ from planner.executor.communication.control import control_group, share
 from planner.executor.run.pipeline import Pipeline, pipeline
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile
+from planner.integrations.trainer_accumulation import check_accumulation
 from planner.integrations.trainer_arguments import (
     check_arguments,
     check_callback,
@@ -51,6 +52,7 @@ from planner.integrations.trainer_arguments import (
     check_methods,
     check_plan,
 )
+from planner.integrations.trainer_callbacks import PipelineCallbacks
 from planner.integrations.trainer_checkpoints import (
     CHECKPOINT,
     PIPELINE,
@@ -92,17 +94,23 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
 
     def __init__(self, *given: Any, plan: Plan | str | Path | None = None, **others: Any) -> None:
         check_constructor(others)
-        check_methods(type(self), Trainer)
+        check_methods(self, PipelineTrainer, Trainer)
         self._plan = load_plan(plan) if isinstance(plan, str | Path) else plan
         self._pipeline: Pipeline | None = None
         self._outputs: list[Any] = []  # of the last stage, in an evaluation
         self._trained = False
         super().__init__(*given, **others)
         check_arguments(self.args)
+        handler: Any = self.callback_handler
+        self.callback_handler: PipelineCallbacks = PipelineCallbacks(handler)
+        self._check_callbacks()
+        if self._plan is not None:
+            check_plan(self._plan, self.args)
+            check_accumulation(self)
+
+    def _check_callbacks(self) -> None:
         for callback in self.callback_handler.callbacks:
             check_callback(callback)
-        if self._plan is not None:
-            check_plan(self._plan, self.args, scales_by_labels=bool(self.model_accepts_loss_kwargs))
 
     # ---- What a plan is made from ----
 
@@ -139,6 +147,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 hint="make a new one, in a new process",
             )
 
+        check_methods(self, PipelineTrainer, Trainer)  # set since this was made, as are callbacks
+        self._check_callbacks()
         if self._plan is not None and (self._evaluates_along or self.args.eval_on_start):
             self._check_evaluation(self._plan)  # now, and not after an epoch
         self._trained = True
@@ -154,6 +164,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             drawn = read_generators(checkpoint)
 
         _warn_of_staleness(built.plan)
+        self.callback_handler.hide_optimizer()
         self.is_in_train = True
         answer = TrainerLoop(self, built, loader, length, drawn).run()
         self.is_in_train = False
@@ -204,6 +215,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         atexit.register(self._leave)
         # The stages have the weights. These would stay what they are, and callbacks read them.
         self.model.to("meta")
+        self.callback_handler.watch(self.model)
         return self._pipeline
 
     def end(self) -> None:
@@ -487,6 +499,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 Path(self.args.output_dir),
                 self.args.save_total_limit,
                 self.state.best_model_checkpoint,
+                written=folder,
             )
 
     def _make_room_for(self, folder: Path) -> None:

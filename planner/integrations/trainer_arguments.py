@@ -119,17 +119,54 @@ _INSTEAD: Mapping[str, str] = {
 _SAMPLING = ("random", "sequential", "group_by_length")
 _SCHEDULERS_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
-# Methods of a Trainer that a PipelineTrainer does not call, so that overriding them does nothing.
-_NOT_CALLED = (
-    "training_step",
-    "compute_loss",
-    "create_optimizer",
-    "create_scheduler",
-    "create_optimizer_and_scheduler",
-    "get_batch_samples",
-    "evaluation_loop",
-    "prediction_step",
+# Methods of a Trainer that a PipelineTrainer calls, or that only scripts call. Overriding any other
+# one would do nothing.
+_CALLED = frozenset(
+    [
+        "train",
+        "evaluate",
+        "predict",
+        "end",
+        "get_train_dataloader",
+        "get_eval_dataloader",
+        "get_test_dataloader",
+        "_get_dataloader",
+        "_get_train_sampler",
+        "_get_eval_sampler",
+        "_remove_unused_columns",
+        "_set_signature_columns_if_needed",
+        "_get_collator_with_removed_columns",
+        "num_examples",
+        "get_total_train_batch_size",
+        "get_optimizer_cls_and_kwargs",
+        "get_decay_parameter_names",
+        "floating_point_ops",
+        "log",
+        "log_metrics",
+        "metrics_format",
+        "save_metrics",
+        "save_state",
+        "save_model",
+        "_save",
+        "create_model_card",
+        "add_callback",
+        "pop_callback",
+        "remove_callback",
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "_move_model_to_device",
+        "_validate_args",
+        "_build_accelerator_args",
+        "create_accelerator_and_postprocess",
+    ]
 )
+_IN_THE_COLLATOR = "let the data_collator return the batch as the model is to see it"
+# What to do instead of overriding a method that is not called.
+_INSTEAD_OF_METHOD: Mapping[str, str] = {
+    "_prepare_inputs": _IN_THE_COLLATOR,
+    "_prepare_input": _IN_THE_COLLATOR,
+    "create_optimizer": "give optimizer_cls_and_kwargs, of which every stage makes its own",
+}
 # Moments inside a step of the pipeline, in which all workers are at different microbatches.
 _INSIDE_A_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
@@ -171,16 +208,27 @@ def _is_default(each: Field[Any], value: Any) -> bool:
     return value == default or (not value and not default)
 
 
-def check_methods(trainer: type, base: type) -> None:
-    """Raise InputError where a class overrides what a PipelineTrainer does not call."""
-    for name in _NOT_CALLED:
-        if getattr(trainer, name, None) is not getattr(base, name, None):
-            raise InputError(
-                f"{trainer.__name__} overrides {name}(), which a PipelineTrainer does not call: a "
-                f"step is that of the pipeline",
-                hint="put the loss into the model's forward, and the rest into a loop of your own: "
+def check_methods(trainer: Any, pipeline: type, base: type) -> None:
+    """Raise InputError where `trainer` overrides what a PipelineTrainer does not call.
+
+    Args:
+        trainer: an instance, whose own attributes count as well.
+        pipeline: the class PipelineTrainer, whose methods are replaced on purpose.
+        base: the class Trainer.
+    """
+    own = [each for each in type(trainer).__mro__ if not issubclass(pipeline, each)]
+    for name in (name for each in [*own, trainer] for name in vars(each)):
+        if name.startswith("__") or name in _CALLED or not callable(getattr(base, name, None)):
+            continue
+        raise InputError(
+            f"{type(trainer).__name__} overrides {name}(), which a PipelineTrainer does not call: "
+            f"a step is that of the pipeline",
+            hint=_INSTEAD_OF_METHOD.get(
+                name,
+                "put the loss into the model's forward, and the rest into a loop of your own: "
                 "docs/guides/own-loop.md",
-            )
+            ),
+        )
 
 
 def check_callback(callback: Any) -> None:
@@ -208,13 +256,8 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             raise InputError(f"PipelineTrainer does not take {name}", hint=hint)
 
 
-def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bool) -> None:
-    """Raise InputError where the plan is for other batches or another precision.
-
-    Args:
-        scales_by_labels: whether the model divides its loss by the labels of all accumulated
-            batches, as most models of transformers do.
-    """
+def check_plan(plan: Plan, arguments: TrainingArguments) -> None:
+    """Raise InputError where the plan is for other batches or another precision."""
     size = arguments.per_device_train_batch_size
     batches = arguments.gradient_accumulation_steps
     if size * batches != plan.minibatch_size:
@@ -225,14 +268,6 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             hint=f"give per_device_train_batch_size={plan.microbatch_size} and "
             f"gradient_accumulation_steps={plan.microbatches}, or "
             f"solve with `minibatch={size * batches}`",
-        )
-
-    if batches > 1 and not scales_by_labels:
-        raise InputError(
-            "the model's forward takes no num_items_in_batch, so Trainer would average the losses "
-            "of accumulated batches, whatever they count, and a pipeline weighs them",
-            hint=f"give per_device_train_batch_size={plan.minibatch_size} and "
-            f"gradient_accumulation_steps=1: the pipeline splits the batch itself",
         )
 
     planned = plan.autocast

@@ -50,20 +50,36 @@ def checkpoint_to_resume(wanted: str | bool | None, output: str) -> Path | None:
     return Path(found)
 
 
-def remove_checkpoints(output: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints beyond `limit`, but neither the newest nor the best."""
+def remove_checkpoints(output: Path, limit: int | None, best: str | None, written: Path) -> None:
+    """Remove the oldest checkpoints beyond `limit`, but neither the best nor the one just written.
+
+    The oldest are those written first, as Trainer has it: a run that was resumed from an earlier
+    step writes lower numbers than it finds.
+    """
     if limit is None or limit <= 0:
         return
-    folders = sorted(output.glob(f"{CHECKPOINT}-*"), key=_step_of)
-    kept = {folders[-1], *(folder for folder in folders if str(folder) == best)}
+    folders = _by_age(output)
+    kept = {folder for folder in folders if folder == written or str(folder) == best}
     surplus = len(folders) - max(limit, len(kept))
     removable = [folder for folder in folders if folder not in kept]
     for folder in removable[: max(0, surplus)]:
         shutil.rmtree(folder)
 
 
-def _step_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
+def _by_age(output: Path) -> list[Path]:
+    """Return the checkpoints in `output`, the oldest first: by their steps where they seem to be
+    of one second, as on file systems that keep no times.
+    """
+    steps = {}
+    for folder in output.glob(f"{CHECKPOINT}-*"):
+        step = folder.name.removeprefix(f"{CHECKPOINT}-")
+        if step.isdecimal() and folder.is_dir():  # others are not ours, such as checkpoint-5-backup
+            steps[folder] = int(step)
+
+    ages = {folder: folder.stat().st_mtime for folder in steps}
+    if max(ages.values(), default=0.0) - min(ages.values(), default=0.0) < 1:
+        return sorted(steps, key=lambda folder: steps[folder])
+    return sorted(ages, key=lambda folder: (ages[folder], steps[folder]))
 
 
 def write_generators(folder: Path) -> None:

@@ -76,17 +76,19 @@ class TrainerLoop:
         handler = self._trainer.callback_handler
         args = trainer.args
         trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)
+        skipped = 0 if args.ignore_data_skip else skipped
+        if skipped == 0:
+            # before samplers and collators draw, as they drew in the run that goes on here
+            self._set_generators()
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(epoch)
 
         each = args.gradient_accumulation_steps
         batches = self._length.batches_per_epoch
         for number, inputs in enumerate(minibatches(self._loader, each)):
-            if number < skipped and not args.ignore_data_skip:
+            if number < skipped:
                 continue
-            if self._drawn is not None:
-                set_generators(self._drawn)
-                self._drawn = None
+            self._set_generators()  # after the skipped batches were drawn
             trainer.control = handler.on_step_begin(args, trainer.state, trainer.control)
             self._step(inputs)
             trainer.state.epoch = epoch + min(batches, (number + 1) * each) / batches
@@ -97,6 +99,12 @@ class TrainerLoop:
 
         trainer.control = handler.on_epoch_end(args, trainer.state, trainer.control)
         self._report()
+
+    def _set_generators(self) -> None:
+        """Let the generators go on from the checkpoint, once."""
+        if self._drawn is not None:
+            set_generators(self._drawn)
+            self._drawn = None
 
     def _step(self, inputs: dict[str, Tensor]) -> None:
         trainer = self._trainer

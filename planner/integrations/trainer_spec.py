@@ -79,6 +79,23 @@ def training_spec(
             on_output(output)
         return {BATCH_LOSS: float(output[LOSS])}
 
+    example = example_of(trainer)
+    trainer.model.train()  # as a Trainer's step does; from_pretrained leaves evaluation mode
+    return TrainingSpec.from_objects(
+        trainer.model,
+        example_batch=pipeline_batch(example),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        metrics=metrics,
+    )
+
+
+def example_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return a batch of the trainer's samples, for which no generator is left changed.
+
+    Raises:
+        InputError: without a dataset.
+    """
     if trainer.train_dataset is None:
         raise InputError(
             "a PipelineTrainer needs a train_dataset, which shows what batches are like",
@@ -86,15 +103,7 @@ def training_spec(
         )
 
     with generators_kept():
-        example = next(iter(trainer.get_test_dataloader(trainer.train_dataset)))
-    trainer.model.train()  # as a Trainer's step does; from_pretrained leaves evaluation mode
-    return TrainingSpec.from_objects(
-        trainer.model,
-        example_batch=pipeline_batch(tensors_of(example)),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        metrics=metrics,
-    )
+        return tensors_of(next(iter(trainer.get_test_dataloader(trainer.train_dataset))))
 
 
 def stage_optimizer(trainer: Trainer, parameters: Mapping[str, Tensor]) -> Optimizer:
@@ -118,11 +127,9 @@ def stage_optimizer(trainer: Trainer, parameters: Mapping[str, Tensor]) -> Optim
 
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     groups = []
-    for decay in (trainer.args.weight_decay, 0.0):
+    for decay, is_decayed in ((trainer.args.weight_decay, True), (0.0, False)):
         wanted = [
-            parameter
-            for name, parameter in parameters.items()
-            if (name in decayed) == (decay == trainer.args.weight_decay)
+            parameter for name, parameter in parameters.items() if (name in decayed) == is_decayed
         ]
         groups.append({"params": wanted, "weight_decay": decay})
 

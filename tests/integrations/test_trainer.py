@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ def trainer(tmp_path: Path) -> Any:
 
     def make(plan: Any = None, kind: Any = None, **given: Any) -> Any:
         own = {"model", "callbacks", "compute_loss_func", "optimizers", "eval_dataset"}
-        own.add("compute_metrics")
+        own |= {"compute_metrics", "data_collator", "train_dataset"}
         config = transformers.LlamaConfig(
             vocab_size=8,
             hidden_size=8,
@@ -85,13 +86,94 @@ def test_an_overridden_loss_is_refused(trainer: Any) -> None:
         trainer(kind=Own)
 
 
-def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
-    class Inside(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *given: Any, **others: Any) -> None:
+@pytest.mark.parametrize("name", ["_prepare_inputs", "_clip_grad_norm", "_save_checkpoint"])
+def test_a_method_that_nothing_calls_is_refused(name: str, trainer: Any) -> None:
+    kind = type("Own", (type("Mixin", (), {name: lambda *_: None}), planner.PipelineTrainer), {})
+    with pytest.raises(InputError, match=rf"Own overrides {name}\(\)"):
+        trainer(kind=kind)
+
+
+def test_a_method_set_on_the_trainer_is_refused(trainer: Any) -> None:
+    mine = trainer()
+    mine.compute_loss = lambda *_, **__: None
+    with pytest.raises(InputError, match=r"overrides compute_loss\(\)"):
+        mine.train()
+
+
+def test_methods_that_are_called_may_be_overridden(trainer: Any) -> None:
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
+        def log(self, *given: Any, **others: Any) -> None:
+            super().log(*given, **others)
+
+        def of_its_own(self) -> None:
             pass
 
+    assert trainer(kind=Own).model is not None
+
+
+class Inside(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_pre_optimizer_step(self, *given: Any, **others: Any) -> None:
+        pass
+
+
+def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
     with pytest.raises(InputError, match=r"Inside has on_pre_optimizer_step\(\)"):
         trainer(callbacks=[Inside()])
+
+
+def test_a_callback_that_is_added_later_is_refused(trainer: Any) -> None:
+    mine = trainer()
+    mine.add_callback(Inside())
+    with pytest.raises(InputError, match=r"Inside has on_pre_optimizer_step\(\)"):
+        mine.train()
+
+
+def freeze(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+def scale(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+
+
+def replace(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (freeze, "`requires_grad=False` after on_step_begin"),
+        (scale, "has changed after on_step_begin"),
+        (replace, "has changed after on_step_begin"),
+    ],
+)
+def test_callbacks_that_change_the_model_are_refused(
+    change: Any, sentence: str, trainer: Any
+) -> None:
+    class Changes(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *given: Any, model: Any, **others: Any) -> None:
+            change(model)
+
+    mine = trainer(callbacks=[Changes()])
+    handler = mine.callback_handler
+    handler.watch(mine.model.to("meta"))
+    handler.on_train_begin(mine.args, mine.state, mine.control)
+    with pytest.raises(InputError, match=f"'lm_head.weight' .*{sentence}"):
+        handler.on_step_begin(mine.args, mine.state, mine.control)
+
+
+def test_callbacks_that_use_the_optimizer_are_refused(trainer: Any) -> None:
+    class Rate(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *given: Any, optimizer: Any = None, **others: Any) -> None:
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] = 1.0
+
+    mine = trainer(callbacks=[Rate()])
+    mine.callback_handler.hide_optimizer()
+    with pytest.raises(InputError, match=r"uses optimizer\.param_groups"):
+        mine.callback_handler.on_step_begin(mine.args, mine.state, mine.control)
 
 
 def plan_of(**fields: Any) -> Any:
@@ -114,13 +196,50 @@ def test_plans_for_other_batches(
     assert sentence in error.value.message
 
 
-def test_accumulated_means_of_unknown_weight_are_refused() -> None:
-    from planner.integrations.trainer_arguments import check_plan
+def bert() -> Any:
+    """A model whose forward takes any keyword argument, and ignores num_items_in_batch."""
+    config = transformers.BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=3,
+        problem_type="single_label_classification",
+    )
+    return transformers.BertForSequenceClassification(config)
 
-    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=False)
-    check_plan(plan_of(), args, scales_by_labels=True)
-    with pytest.raises(InputError, match="num_items_in_batch"):
-        check_plan(plan_of(), args, scales_by_labels=False)
+
+CLASSIFIED = [{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [3, 2, 1], "labels": 2}]
+
+
+def test_losses_that_ignore_the_number_of_labels_do_not_accumulate(trainer: Any) -> None:
+    # Trainer adds them up, and the pipeline averaged them: half the loss, without a word
+    given = {"model": bert(), "train_dataset": CLASSIFIED, "plan": plan_of()}
+    with pytest.raises(InputError, match=r"loss of BertForSequenceClassification is .* not half"):
+        trainer(per_device_train_batch_size=4, gradient_accumulation_steps=2, **given)
+
+    assert trainer(per_device_train_batch_size=8, **given).model.training
+    llama = trainer(plan=plan_of(), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert llama.model_accepts_loss_kwargs
+
+
+def test_losses_that_take_no_number_of_labels_do_not_accumulate(trainer: Any) -> None:
+    model = bert()
+    model.accepts_loss_kwargs = False
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="takes no `num_items_in_batch`") as error:
+        trainer(plan=plan_of(), model=model, train_dataset=CLASSIFIED, **arguments)
+    assert "per_device_train_batch_size=8" in str(error.value.hint)
+
+
+def test_whether_a_subclass_scales_losses_is_not_followed(trainer: Any) -> None:
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
+        loss_is_scaled_for_ga = False
+
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="does not follow `loss_is_scaled_for_ga=False` of Own"):
+        trainer(plan=plan_of(), kind=Own, **arguments)
 
 
 def test_without_a_plan_it_only_measures(trainer: Any) -> None:
@@ -191,17 +310,103 @@ def test_batches_of_one_update_are_joined() -> None:
         list(minibatches(longer, 2))
 
 
+@pytest.mark.parametrize("given", [{}, {"ignore_data_skip": True}], ids=["epoch", "ignoring"])
+def test_collators_go_on_drawing_from_a_checkpoint(
+    given: dict[str, Any], trainer: Any, tmp_path: Path
+) -> None:
+    # the first update's batches were collated before the generators were set
+    from planner.integrations.trainer_checkpoints import read_generators, write_generators
+    from planner.integrations.trainer_loop import TrainerLoop
+    from planner.integrations.trainer_spec import length_of
+
+    def collate(rows: list[Any]) -> dict[str, Any]:
+        return {"x": torch.rand(len(rows))}
+
+    class AtTheEpoch(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, *given: Any, **others: Any) -> None:
+            if not (tmp_path / "generators.pt").exists():
+                write_generators(tmp_path)
+
+    def batches(done: int, drawn: Any = None) -> list[Any]:
+        mine = trainer(
+            data_collator=collate,
+            callbacks=[AtTheEpoch()],
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            **given,
+        )
+        seen: list[Any] = []
+        stage: Any = SimpleNamespace(
+            minibatches=done,
+            losses={},
+            gradient_norm=None,
+            step=lambda batch: seen.append(batch[1]["x"].tolist()),
+            drain=lambda: None,
+        )
+        loader = mine.get_train_dataloader()
+        length = length_of(mine, loader)
+        mine.state = mine._state_for(length.updates, length.epochs, None)
+        mine.state.global_step = done
+        TrainerLoop(mine, stage, loader, length, drawn).run()
+        return seen
+
+    whole = batches(0)
+    resumed = batches(2, read_generators(tmp_path))
+    assert len(whole) == 6
+    assert resumed == whole[2:]
+
+
+def checkpoints(folder: Path, *steps: int) -> list[Path]:
+    """Make checkpoints of these steps, a minute after one another."""
+    folders = [folder / f"checkpoint-{step}" for step in steps]
+    for minute, each in enumerate(folders):
+        each.mkdir()
+        os.utime(each, (60 * minute, 60 * minute))
+    return folders
+
+
+def names(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()}
+
+
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     from planner.integrations.trainer_checkpoints import remove_checkpoints
 
-    folders = [tmp_path / f"checkpoint-{step}" for step in (5, 10, 100, 20)]
-    for folder in folders:
-        folder.mkdir()
-    remove_checkpoints(tmp_path, None, None)
+    folders = checkpoints(tmp_path, 5, 10, 20, 100)
+    remove_checkpoints(tmp_path, None, None, folders[-1])
     assert all(folder.exists() for folder in folders)
-    remove_checkpoints(tmp_path, 2, best=str(tmp_path / "checkpoint-5"))
-    left = sorted(folder.name for folder in tmp_path.iterdir())
-    assert left == ["checkpoint-100", "checkpoint-5"]
+    remove_checkpoints(tmp_path, 2, str(tmp_path / "checkpoint-5"), folders[-1])
+    assert names(tmp_path) == {"checkpoint-100", "checkpoint-5"}
+
+
+def test_a_run_resumed_from_an_earlier_step_keeps_what_it_writes(tmp_path: Path) -> None:
+    # the checkpoint just written went, because an earlier run had come to a later step
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    *_, written = checkpoints(tmp_path, 50, 100, 150, 60)
+    remove_checkpoints(tmp_path, 2, None, written)
+    assert names(tmp_path) == {"checkpoint-150", "checkpoint-60"}
+    remove_checkpoints(tmp_path, 1, None, written)
+    assert names(tmp_path) == {"checkpoint-60"}
+
+
+def test_the_checkpoint_just_written_stays_where_times_say_nothing(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    folders = checkpoints(tmp_path, 50, 100, 60)
+    for folder in folders:
+        os.utime(folder, (0, 0))
+    remove_checkpoints(tmp_path, 2, None, folders[-1])
+    assert names(tmp_path) == {"checkpoint-100", "checkpoint-60"}
+
+
+def test_a_copy_of_a_checkpoint_is_not_counted(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    (tmp_path / "checkpoint-5-backup").mkdir()
+    *_, written = checkpoints(tmp_path, 5, 10)
+    remove_checkpoints(tmp_path, 1, None, written)
+    assert names(tmp_path) == {"checkpoint-5-backup", "checkpoint-10"}
 
 
 def test_a_folder_of_trainer_is_no_checkpoint(tmp_path: Path) -> None:
@@ -214,10 +419,11 @@ def test_a_folder_of_trainer_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_to_resume(str(tmp_path), "")
 
 
-def test_learning_rates_and_decay_are_those_of_trainer(trainer: Any) -> None:
+@pytest.mark.parametrize("decay", [{"weight_decay": 0.1}, {}], ids=["decay", "default"])
+def test_learning_rates_and_decay_are_those_of_trainer(decay: Any, trainer: Any) -> None:
     from planner.integrations.trainer_spec import stage_optimizer, stage_scheduler
 
-    mine = trainer(weight_decay=0.1, learning_rate=0.5, lr_scheduler_type="cosine", warmup_steps=2)
+    mine = trainer(**decay, learning_rate=0.5, lr_scheduler_type="cosine", warmup_steps=2)
     theirs = transformers.Trainer(model=mine.model, args=mine.args, train_dataset=[])
     theirs.create_optimizer_and_scheduler(10)
     own = stage_optimizer(mine, dict(mine.model.named_parameters()))
