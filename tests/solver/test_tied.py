@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,7 +240,7 @@ def test_regular_plans_make_room_for_copies_of_a_large_embedding() -> None:
 
 @pytest.mark.parametrize("memory_mb", range(9, 40, 3))
 def test_copies_fit_beside_all_chunks_of_a_gpu(memory_mb: int) -> None:
-    costs = {"forward_s": 100, "backward_s": 200, "output_bytes": 8}
+    costs: dict[str, Any] = {"forward_s": 100, "backward_s": 200, "output_bytes": 8}
     blocks = [layer(f"l{k}", **costs, weight_bytes=10**6) for k in range(6)]
     made = profile(
         layer("embedding", **costs, weight_bytes=4 * 10**6), *blocks, layer("head", 100, 200)
