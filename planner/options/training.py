@@ -230,7 +230,7 @@ class LoopOptions(StepOptions):
     )
     evaluates: bool = option(
         False,
-        "whether the script calls `evaluate`, for which stages are captured in evaluation mode, "
+        "whether the script calls evaluate(), for which stages are captured in evaluation mode, "
         "too",
     )
     hang_timeout_s: float = option(
