@@ -112,8 +112,14 @@ def parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
     """Return a parameter with other `data`, which is trained and whose gradients are summed as
     those of another, with the user's attributes, by which optimizer() may group.
     """
-    made = nn.Parameter(data, parameter.requires_grad)
+    made = bare_parameter_like(parameter, data)
     vars(made).update(vars(parameter))
+    return made
+
+
+def bare_parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
+    """Return the same without attributes, among which fake tensors have those of their mode."""
+    made = nn.Parameter(data, parameter.requires_grad)
     if gradient_dtype(parameter) != parameter.dtype:
         made.grad_dtype = gradient_dtype(parameter)
     return made

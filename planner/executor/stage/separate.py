@@ -72,8 +72,8 @@ def _check_masters(
     if problem is not None:
         raise PlanError(
             f"the optimizer steps masters of weights in {plan.master_weights}, but it {problem}",
-            hint="let its hooks and its step() take the parameters from `param_groups` of the "
-            "optimizer, or profile without `master_weights`",
+            hint="let its hooks and its step() take the parameters from its param_groups, "
+            "or profile without `master_weights`",
         )
 
 

@@ -21,7 +21,7 @@ from planner.model.batch import Batch
 from planner.model.capture.cuda_autocast import cuda_autocast
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.capture.regions import entered
-from planner.model.options import autocasting, parameter_like
+from planner.model.options import autocasting, bare_parameter_like
 from planner.model.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -81,7 +81,7 @@ def _fake_weight(tensor: Tensor, device: torch.device) -> Tensor:
     empty = _without_data(tensor, device)
     if not isinstance(tensor, nn.Parameter):
         return empty
-    return parameter_like(tensor, empty)
+    return bare_parameter_like(tensor, empty)
 
 
 def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
