@@ -30,8 +30,8 @@ def check_accumulation(trainer: Trainer) -> None:
     if difference is not None:
         raise InputError(
             difference,
-            hint=f"give `per_device_train_batch_size={args.per_device_train_batch_size * batches}` "
-            f"and `gradient_accumulation_steps=1`: the pipeline splits the batch itself",
+            hint=f"give per_device_train_batch_size={args.per_device_train_batch_size * batches} "
+            f"and gradient_accumulation_steps=1: the pipeline splits the batch itself",
         )
 
 
@@ -41,14 +41,14 @@ def _difference(trainer: Trainer) -> str | None:
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is not None:
         return (
-            f"PipelineTrainer does not follow `loss_is_scaled_for_ga={scaled}` of "
+            f"PipelineTrainer does not follow loss_is_scaled_for_ga={scaled} of "
             f"{type(trainer).__name__}: a pipeline weighs accumulated batches by their labels"
         )
 
     model = type(trainer.model).__name__
     if not trainer.model_accepts_loss_kwargs:
         return (
-            f"the forward of {model} takes no `num_items_in_batch`, so Trainer would average the "
+            f"the forward of {model} takes no num_items_in_batch, so Trainer would average the "
             f"losses of accumulated batches, whatever they count, and a pipeline weighs them"
         )
 
@@ -66,7 +66,7 @@ def _difference(trainer: Trainer) -> str | None:
         return (
             f"the forward of {model} fails on {_device_of(trainer)} with "
             f"{type(error).__name__}, so it is unknown whether it divides its loss by "
-            f"`num_items_in_batch`, as a pipeline does"
+            f"num_items_in_batch, as a pipeline does"
         )
 
     # A quotient by twice as much is half of it, but for the loss's own rounding.
@@ -74,7 +74,7 @@ def _difference(trainer: Trainer) -> str | None:
     if math.isclose(float(loss), 2 * float(of_twice), rel_tol=close):
         return None
     return (
-        f"the loss of {model} is {float(loss):.4g} with `num_items_in_batch={items}` and "
+        f"the loss of {model} is {float(loss):.4g} with num_items_in_batch={items} and "
         f"{float(of_twice):.4g} with {2 * items}, not half of it, so Trainer would add up losses "
         f"of accumulated batches, and a pipeline averages them"
     )

@@ -64,7 +64,7 @@ class _Parameter:
         """Raise InputError where the parameter is another one or has changed."""
         if now is self._parameter and now.requires_grad != self._requires_grad:
             raise InputError(
-                f"'{self.name}' has `requires_grad={now.requires_grad}` after {event}() of the "
+                f"'{self.name}' has requires_grad={now.requires_grad} after {event}() of the "
                 f"callbacks, and the stages were made with {self._requires_grad}",
                 hint="set requires_grad before train() and evaluate(), for the whole training",
             )
@@ -96,5 +96,5 @@ class _OfStages:
         raise InputError(
             f"a callback uses {self._name}.{name}, and each stage of a pipeline has its own "
             f"{self._name}, in its worker",
-            hint="read `learning_rate` in on_log(), and set rates with `lr_scheduler_type`",
+            hint="read learning_rate in on_log(), and set rates with lr_scheduler_type",
         )

@@ -144,7 +144,7 @@ def replace(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (freeze, "`requires_grad=False` after on_step_begin"),
+        (freeze, "requires_grad=False after on_step_begin"),
         (scale, "has changed after on_step_begin"),
         (replace, "has changed after on_step_begin"),
     ],
@@ -228,7 +228,7 @@ def test_losses_that_take_no_number_of_labels_do_not_accumulate(trainer: Any) ->
     model = bert()
     model.accepts_loss_kwargs = False
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    with pytest.raises(InputError, match="takes no `num_items_in_batch`") as error:
+    with pytest.raises(InputError, match="takes no num_items_in_batch") as error:
         trainer(plan=plan_of(), model=model, train_dataset=CLASSIFIED, **arguments)
     assert "per_device_train_batch_size=8" in str(error.value.hint)
 
@@ -238,7 +238,7 @@ def test_whether_a_subclass_scales_losses_is_not_followed(trainer: Any) -> None:
         loss_is_scaled_for_ga = False
 
     arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    with pytest.raises(InputError, match="does not follow `loss_is_scaled_for_ga=False` of Own"):
+    with pytest.raises(InputError, match="does not follow loss_is_scaled_for_ga=False of Own"):
         trainer(plan=plan_of(), kind=Own, **arguments)
 
 
