@@ -99,6 +99,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         self._pipeline: Pipeline | None = None
         self._outputs: list[Any] = []  # of the last stage, in an evaluation
         self._trained = False
+        self._saved_to: set[Path] = set()  # folders of the pipeline's checkpoints of this run
         super().__init__(*given, **others)
         check_arguments(self.args)
         handler: Any = self.callback_handler
@@ -504,11 +505,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
 
     def _make_room_for(self, folder: Path) -> None:
         """Remove a checkpoint of the same step, which a run left that was resumed from an earlier
-        step: a Trainer writes over it, too.
+        step: a Trainer writes over it, too. The pipeline replaces this run's own.
         """
-        if folder.exists():
+        if folder.exists() and folder not in self._saved_to:
             shutil.rmtree(folder, ignore_errors=True)  # the workers of a host remove it together
         share("", control_group())  # nobody writes before all have looked
+        self._saved_to.add(folder)
 
 
 def _warn_of_staleness(plan: Plan) -> None:
