@@ -316,7 +316,7 @@ def _with_host(device: DeviceSpec, options: EstimateOptions) -> DeviceSpec:
 
 def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
     of_gpus = {
-        "compiled": options.fusion,
+        "compile": options.fusion,
         "host": options.host,
         "precision": options.precision,
         "stack": options.stack is not None and options.stack.fuses_anything,

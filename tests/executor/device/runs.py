@@ -166,6 +166,7 @@ class _Stage(nn.Module):
 
     needs_batch, received = False, ()
     off_loss = frozenset[str]()
+    statistics = frozenset[str]()
 
     def __init__(
         self,

@@ -72,5 +72,5 @@ def test_what_is_not_measured_together(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
     with pytest.raises(InputError, match="does not say how its layers are sharded"):
         planner.profile(path, batch_size=2, seconds=0.0, repeats=1, tensor=(2,))
-    with pytest.raises(InputError, match="`tensor` and `compiled`"):
+    with pytest.raises(InputError, match="`tensor` and `compile`"):
         planner.profile(path, batch_size=2, compile=True, tensor=(2,))
