@@ -39,7 +39,7 @@ from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.kinds import checked_counts
-from planner.options.option import keywords_of, part_of
+from planner.options.option import keywords_of, part_of, refuse
 from planner.options.profiling import EstimateArguments
 from planner.options.training import (
     CheckpointOptions,
@@ -812,6 +812,8 @@ def _check_replan(options: DriftOptions) -> None:
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
+    if arguments.steps is not None:
+        refuse(arguments, "steps", "epochs")
     _check_runnable(plan, arguments)
     _check_replan(arguments)
     check_loss(plan, arguments)

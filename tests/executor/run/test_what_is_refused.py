@@ -157,3 +157,10 @@ def test_optimizers_that_need_a_closure_are_refused(tmp_path: Path, optimizer: s
     with pytest.raises(PlannerError, match=r"whose step\(\) needs a closure") as failed:
         train(path, make_plan(structural_profile(path, 4), (1, 1)), steps=2)
     assert failed.value.exit_code == InputError.exit_code
+
+
+def test_steps_and_epochs_are_not_both_counted(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    plan = contrastive_plan(path, "1f1b", 1)
+    with pytest.raises(InputError, match="`epochs` cannot be combined with `steps`"):
+        make_job(path, plan, TrainArguments(steps=3, epochs=2))
