@@ -15,9 +15,8 @@ def as_trained(plan: Plan) -> Plan:
     stack = find_stack(plan.stack)
     if not stack.fuses_anything:
         return plan
-    splits = plan.schedule.splits_backward and len(plan.stages) > 1
-    in_one_piece = not plan.divides_layers and not splits
-    compiled = in_one_piece and not plan.stages[0].shards_gradients
+    in_parts = plan.divides_layers or plan.splits_backward
+    compiled = not in_parts and not plan.stages[0].shards_gradients
     if compiled:
         plan = replace(plan, compiled=True)
     return plan.noting(stack.untrained_words(plan.chunked_loss, compiled=compiled))

@@ -280,7 +280,7 @@ def _best(question: TrainerQuestion, found: Plan | None) -> tuple[_Priced | None
             untried = True
             break
         priced = _priced(question, run, no_time)
-        if priced is not None and _fits(priced.plan):
+        if priced is not None and priced.plan.fits:
             promising.append(priced)
 
     promising.sort(key=lambda each: _seconds(each.plan))
@@ -409,11 +409,7 @@ def _sizes(run: Configuration) -> tuple[int, ...]:
 
 
 def _is_better(plan: Plan, given: Plan) -> bool:
-    return not _fits(given) or _seconds(plan) < _seconds(given) * (1 - SLACK)
-
-
-def _fits(plan: Plan) -> bool:
-    return plan.fits
+    return not given.fits or _seconds(plan) < _seconds(given) * (1 - SLACK)
 
 
 def _seconds(plan: Plan) -> float:

@@ -244,6 +244,11 @@ class Plan(DividedSequences, Shown, GrownRecord):
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether some stage computes the gradients of its weights after those of its inputs."""
+        return self.schedule.splits_backward and len(self.stages) > 1
+
+    @property
     def fits(self) -> bool:
         """Whether all stages fit the memory of their devices."""
         return not any(map(self.lacking_bytes, range(len(self.stages))))

@@ -79,16 +79,9 @@ def separability(
         ModelFileError: when the optimizer communicates, or fails on all parameters together.
     """
     trial = OptimizerTrial(spec, whole, device)
-    try:
-        together = trial.run()
-    except PlannerError as error:
-        if trial.communicates or not trial.is_smaller:
-            raise
-        return _verdict(
-            trial,
-            f"fails on smaller parameters of the same names, on which it was tried: "
-            f"{error.message}",
-        )
+    together = _steps_together(trial)
+    if isinstance(together, str):
+        return _verdict(trial, together)
 
     if _difference(together, trial.run(seed=1), trial.first) is not None:
         return replace(
@@ -113,6 +106,20 @@ def separability(
     return replace(_verdict(trial, f"combines elements of parameters: {differing}"), combines=True)
 
 
+def _steps_together(trial: OptimizerTrial) -> Steps | str:
+    """Return the steps of all parameters together, or why the optimizer fails where these are
+    smaller than the model's; raise ModelFileError where it fails on the model's own.
+    """
+    try:
+        return trial.run()
+    except PlannerError as error:
+        if trial.communicates or not trial.is_smaller:
+            raise
+        return (
+            f"fails on smaller parameters of the same names, on which it was tried: {error.message}"
+        )
+
+
 def masters_problem(
     spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device
 ) -> str | None:
@@ -130,16 +137,9 @@ def masters_problem(
         ModelFileError: when the optimizer communicates, or fails.
     """
     trial = OptimizerTrial(spec, whole, device)
-    try:
-        together = trial.run()
-    except PlannerError as error:
-        if trial.communicates or not trial.is_smaller:
-            raise
-        if trial.claimed:
-            return None
-        return (
-            f"fails on smaller parameters of the same names, on which it was tried: {error.message}"
-        )
+    together = _steps_together(trial)
+    if isinstance(together, str):
+        return None if trial.claimed else together
 
     if _difference(together, trial.run(), trial.first) is not None:
         return None

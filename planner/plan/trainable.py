@@ -97,7 +97,7 @@ def split_compiled_words(schedule: Schedule) -> str:
 
 def check_trainable(plan: Plan) -> None:
     """Raise PlanError for a plan that the executor cannot run."""
-    if plan.compiled and plan.schedule.splits_backward and len(plan.stages) > 1:
+    if plan.compiled and plan.splits_backward:
         raise PlanError(
             split_compiled_words(plan.schedule),
             hint="solve with `schedule=1f1b-flush`, or profile without `compile`",

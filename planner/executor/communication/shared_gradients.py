@@ -41,32 +41,27 @@ class SharedGradients:
             if stage in pair:
                 shared.update(names)
 
-        self._stages: dict[str, list[int]] = {}  # that hold each parameter, in order
+        self.holders: dict[str, list[int]] = {}  # stages of each parameter, in order
         for name in sorted(shared):
             holding = [pair for pair, names in pairs.items() if name in names]
-            self._stages[name] = sorted({stage, *sharers(holding, stage)})
+            self.holders[name] = sorted({stage, *sharers(holding, stage)})
 
-        self.parameters = {name: parameters[name] for name in self._stages}
+        self.parameters = {name: parameters[name] for name in self.holders}
         self._rounds: dict[int, dict[int, dict[str, Tensor]]] = {}  # by round and stage
-
-    @property
-    def holders(self) -> Mapping[str, Sequence[int]]:
-        """The stages that hold each parameter, in order."""
-        return self._stages
 
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Parameters whose gradient an earlier stage counts in the global gradient norm."""
         return [
             self.parameters[name]
-            for name, stages in self._stages.items()
+            for name, stages in self.holders.items()
             if stages[0] != self._stage
         ]
 
     def specs(self, peer: int) -> list[ValueSpec]:
         """Return the gradients that are exchanged with stage `peer`, as values of a message."""
         shared = {
-            name: self.parameters[name] for name, stages in self._stages.items() if peer in stages
+            name: self.parameters[name] for name, stages in self.holders.items() if peer in stages
         }
         return [
             ValueSpec(
@@ -80,7 +75,7 @@ class SharedGradients:
         with `peer`.
         """
         own = self._own(round_)
-        return {name: own[name] for name, stages in self._stages.items() if peer in stages}
+        return {name: own[name] for name, stages in self.holders.items() if peer in stages}
 
     def accept(self, round_: int, peer: int, gradients: dict[str, Tensor]) -> None:
         """Take a peer's gradients of a round."""
@@ -94,7 +89,7 @@ class SharedGradients:
         """
         held = self._rounds.pop(round_)
         for name, parameter in self.parameters.items():
-            total, *others = (held[stage].pop(name) for stage in self._stages[name])
+            total, *others = (held[stage].pop(name) for stage in self.holders[name])
             for other in others:
                 total += other
             parameter.grad = None if name in self._off_loss else total
